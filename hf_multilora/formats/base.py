@@ -28,6 +28,7 @@ class ModuleShape:
     refused: str | None = None
     mixable: bool = True
     weight: torch.Tensor | None = None  # the base's own weight [out, in] or [V, H], to compare copies with
+    bias: torch.Tensor | None = None  # the base's own bias [out], for the same purpose
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""Checks of single tensors of an adapter file against the module of the base they are for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_multilora.formats.base import AdapterError, ModuleShape
+from hf_multilora.formats.keys import ParsedKey
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+ROWS = 1 << 14  # rows compared at a time, so that a cast copy of a whole embedding is never made
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a check is: what its errors name."""
+
+    source: str
+    key: str
+    module: str  # path in the base
+
+    def error(self, problem: str) -> AdapterError:
+        return AdapterError(f"{self.source}: module {self.module}: {problem} (key {self.key!r})")
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def check_module(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: torch.Tensor) -> None:
+    """The module must be one that takes factors of the kind in the file."""
+    if module.refused is not None:
+        raise place.error(f"no adapter may target it here: {module.refused}; retrain without it")
+    if "experts" in place.module.split("."):
+        if module.kind == "other":
+            raise place.error("MoE experts are not supported yet; retrain on the other modules")
+    if tensor.dim() > 2:
+        raise place.error(
+            f"Conv LoRA is not supported (a {tensor.dim()}-D factor {shape_of(tensor)}); retrain without it"
+        )
+    if module.kind not in ("linear", "embedding"):
+        raise place.error(
+            "LoRA must target a linear, Conv1D (GPT-2) or embedding module, and this is none; retrain without it"
+        )
+    if parsed.embedding != (module.kind == "embedding"):
+        held = "lora_embedding_A/B" if parsed.embedding else "lora_A/B"
+        raise place.error(
+            f"the base has a {module.kind} there, but the file holds {held}: it was trained on another base"
+        )
+
+
+def check_factor(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: torch.Tensor) -> None:
+    """One factor on its own: A [r, in] or B [out, r], in a float dtype."""
+    name = f"lora_{'embedding_' if parsed.embedding else ''}{parsed.role.upper()}"
+    wanted = f"[r, {module.in_features}]" if parsed.role == "a" else f"[{module.out_features}, r]"
+    if tensor.numel() == 0:
+        raise place.error(
+            f"{name} must have shape {wanted}, got the empty shape {shape_of(tensor)}: sharded weights (ZeRO-3, FSDP) "
+            f"were saved without gathering them; save the adapter again"
+        )
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise place.error(f"{name} must be a dense tensor with data, got {tensor.layout} on {tensor.device}")
+    if tensor.dtype not in DTYPES:
+        raise place.error(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
+    axis, size = (1, module.in_features) if parsed.role == "a" else (0, module.out_features)
+    if tensor.dim() != 2 or tensor.shape[axis] != size:
+        vocabulary = (
+            "; if it was trained after the vocabulary was resized, resize the base (resize_token_embeddings) first"
+            if parsed.embedding or place.module.split(".")[-1] == "lm_head"
+            else ""
+        )
+        raise place.error(
+            f"{name} must have shape {wanted} on this base, got shape {shape_of(tensor)}: the adapter belongs to "
+            f"another base{vocabulary}"
+        )
+
+
+def check_finite(place: Place, tensor: torch.Tensor) -> None:
+    if not torch.isfinite(tensor).all():
+        kind = "NaN" if torch.isnan(tensor).any() else "Inf"
+        raise place.error(
+            f"weights must be finite, got {kind} in {shape_of(tensor)}; its training diverged: use an earlier save"
+        )
+
+
+def check_rank(place: Place, a: torch.Tensor, b: torch.Tensor, configured: int, max_rank: int | None) -> int:
+    """The rank of a pair, which must be what the config says and at most `max_rank`."""
+    r = a.shape[0]
+    if b.shape[1] != r:
+        raise place.error(f"lora_A and lora_B must have one rank, got shapes {shape_of(a)} and {shape_of(b)}")
+    if r != configured:
+        raise place.error(
+            f"the config resolves to rank {configured} (r, rank_pattern), but the tensors have rank {r} (shapes "
+            f"{shape_of(a)} "
+            f"and {shape_of(b)}), so the scale is unknown; use the adapter_config.json it was saved with"
+        )
+    if max_rank is not None and r > max_rank:
+        raise place.error(f"rank must be at most {max_rank} (max_lora_rank), got {r}; raise max_lora_rank")
+    return r
+
+
+def check_copy(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: torch.Tensor, saved_in_full: bool) -> None:
+    """A copy of the base's own parameter is dropped by the caller, so it must hold what the base holds."""
+    own = module.weight if parsed.parameter == "weight" else module.bias
+    why = " (modules_to_save)" if saved_in_full else ""
+    if own is None or own.device.type == "meta":
+        raise place.error(
+            f"the file holds a full {parsed.parameter}{why} of shape {shape_of(tensor)}, and whether it was trained "
+            f"cannot be told from this base; fully trained modules are not supported: retrain without, or save with "
+            f"save_embedding_layers=False if it is an untrained copy"
+        )
+    if tensor.shape != own.shape:
+        raise place.error(
+            f"the file holds a {parsed.parameter}{why} of shape {shape_of(tensor)}, the base's has shape "
+            f"{shape_of(own)}: it was "
+            f"trained with a resized vocabulary or another head; load a base of that size (resize_token_embeddings)"
+        )
+    if not same_values(tensor, own):
+        raise place.error(
+            f"the file holds a {parsed.parameter}{why} {shape_of(tensor)} that differs from the base's: it was "
+            f"trained, or the base is another one; load the base it was trained on, or retrain without training this module in full"
+        )
+
+
+def same_values(copy: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are equal in the dtype of either (saving or loading may have rounded one)."""
+    if copy.dtype not in DTYPES or own.dtype not in DTYPES:
+        return False
+    copy, own = copy.detach(), own.detach()
+    if copy.dim() == 0:
+        copy, own = copy[None], own[None]
+    return all(
+        torch.equal(part.to(ours.dtype), ours) or torch.equal(part, ours.to(part.dtype))
+        for part, ours in (
+            (copy[at : at + ROWS].cpu(), own[at : at + ROWS].cpu()) for at in range(0, copy.shape[0], ROWS)
+        )
+    )

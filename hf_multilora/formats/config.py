@@ -1,0 +1,170 @@
+"""The `adapter_config.json` of a PEFT LoRA adapter: what is served, what is refused, and how scales are resolved."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_multilora.formats.base import AdapterError
+
+logger = logging.getLogger(__name__)
+
+# Defaults of PEFT 0.21 for keys that an old config lacks.
+DEFAULT_RANK = 8
+DEFAULT_ALPHA = 8
+
+RETRAIN = "retrain without it, or merge the adapter into its own copy of the base"
+CONVERT = (
+    "save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), which turns it into "
+    "a plain LoRA of the unchanged base"
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting of a config that plain LoRA cannot serve."""
+
+    field: str
+    name: str  # what users call it
+    why: str
+    remedy: str = RETRAIN
+    applies: Callable[[Any], bool] = bool
+
+
+REFUSALS = (
+    Refusal("use_dora", "DoRA", "it rescales the base weight by a trained magnitude"),
+    Refusal("lora_bias", "lora_bias", "lora_B has a trained bias"),
+    Refusal("bias", "bias", "it trains biases of the base itself", applies=lambda v: v not in (None, "none")),
+    Refusal("alora_invocation_tokens", "aLoRA (alora_invocation_tokens)", "it is active only after certain tokens"),
+    Refusal("use_qalora", "QALoRA (use_qalora)", "it pools the input of lora_A"),
+    Refusal("use_bdlora", "BD-LoRA (use_bdlora)", "its factors are block-diagonal"),
+    Refusal("arrow_config", "Arrow (arrow_config)", "it routes every token over several adapters"),
+    Refusal("kasa_config", "KaSA (kasa_config)", "it truncates the base weight and adds a diagonal factor"),
+    Refusal("layer_replication", "layer_replication", "it repeats layers of the base"),
+    Refusal("target_parameters", "target_parameters", "it trains parameters (MoE experts), not modules"),
+    Refusal("trainable_token_indices", "trainable_token_indices", "it replaces rows of the embedding"),
+    Refusal("enable_lora", "enable_lora", "an early PEFT's merged projections are not read"),
+)
+# Initialisations that subtract from, quantize or replace the base's own weight when training starts.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
+# Known to PEFT (any version) and without influence on what a trained plain LoRA computes.
+HARMLESS = frozenset(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out "
+    "inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout "
+    "lora_ga_config megatron_config megatron_core merge_weights modules_to_save monteclora_config peft_type "
+    "peft_version qalora_group_size r rank_pattern alpha_pattern revision runtime_config target_modules task_type "
+    "use_rslora velora_config".split()
+)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The part of a config that decides what the tensors mean."""
+
+    r: int
+    alpha: float
+    rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    modules_to_save: tuple[str, ...]
+    base_model: str | None
+
+    def rank_and_alpha(self, names: Sequence[str]) -> tuple[int, float]:
+        """(rank, alpha) of the module called `names`, the file's own name first; PEFT: the first pattern that fits."""
+        return _first(self.rank_pattern, names, self.r), _first(self.alpha_pattern, names, self.alpha)
+
+    def saves_in_full(self, module: str) -> bool:
+        """Whether the file's `module` is (part of) one of `modules_to_save`."""
+        return any(f".{name}." in f".{module}." for name in self.modules_to_save)
+
+    def scaling(self, r: int, alpha: float) -> float:
+        return alpha / math.sqrt(r) if self.rslora else alpha / r
+
+
+def _first(patterns: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
+    for name in names:
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+        if name in patterns:  # a name that is no match of itself as a regex
+            return patterns[name]
+    return default
+
+
+def _number(source: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e30 or value != value:
+        raise AdapterError(f"{source}: {key} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _rank(source: str, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AdapterError(f"{source}: {key} must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _patterns(
+    source: str, config: Mapping[str, Any], key: str, check: Callable[[str, str, Any], Any]
+) -> dict[str, Any]:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, Mapping):
+        raise AdapterError(f"{source}: {key} must be a mapping of module patterns, got {type(patterns).__name__}")
+    for pattern in patterns:
+        try:
+            re.compile(f"({pattern})$")
+        except re.error as error:
+            raise AdapterError(f"{source}: {key} must hold regular expressions, got {pattern!r} ({error})") from error
+    return {str(pattern): check(source, f"{key}[{pattern!r}]", value) for pattern, value in patterns.items()}
+
+
+def _refuse(source: str, config: Mapping[str, Any]) -> None:
+    """Raise for everything the config says that plain LoRA on an unchanged base does not do."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"{source}: peft_type must be LORA, got {kind!r}; only LoRA adapters can be served")
+    for refusal in REFUSALS:
+        value = config.get(refusal.field)
+        if refusal.applies(value):
+            raise AdapterError(
+                f"{source}: {refusal.name} is not supported ({refusal.field}={value!r}): {refusal.why}; "
+                f"{refusal.remedy}"
+            )
+    init = config.get("init_lora_weights", True)
+    if init is None or isinstance(init, bool):
+        return
+    name = str(init).lower()
+    if name.startswith(CHANGES_BASE):
+        raise AdapterError(
+            f"{source}: init_lora_weights={init!r} changes the base's own weights, so the adapter is wrong on the "
+            f"unchanged base; {CONVERT}"
+        )
+    if name not in KEEPS_BASE:
+        raise AdapterError(
+            f"{source}: init_lora_weights must be true, false or one of {', '.join(KEEPS_BASE)}, got {init!r}: whether "
+            f"it changes the base is unknown; if it does not, set it to true in adapter_config.json"
+        )
+
+
+def parse_settings(source: str, config: Mapping[str, Any]) -> LoraSettings:
+    """The settings in `config`; AdapterError for what cannot be served, a warning for unknown keys that are set."""
+    _refuse(source, config)
+    known = HARMLESS | {refusal.field for refusal in REFUSALS}
+    for key, value in config.items():
+        if key not in known and value:
+            logger.warning("%s: unknown setting %s=%r in the adapter's config is ignored", source, key, value)
+    to_save = config.get("modules_to_save") or ()
+    base = config.get("base_model_name_or_path")
+    return LoraSettings(
+        r=_rank(source, "r", config.get("r", DEFAULT_RANK)),
+        alpha=_number(source, "lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
+        rslora=bool(config.get("use_rslora", False)),
+        rank_pattern=_patterns(source, config, "rank_pattern", _rank),
+        alpha_pattern=_patterns(source, config, "alpha_pattern", _number),
+        modules_to_save=(to_save,) if isinstance(to_save, str) else tuple(dict.fromkeys(map(str, to_save))),
+        base_model=str(base) if base else None,
+    )

@@ -1,0 +1,239 @@
+"""Reads PEFT LoRA checkpoints key by key: what the file holds decides, not the config's target_modules."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_multilora.formats.base import Adapter, AdapterError, LoraFactors, ModuleShape
+from hf_multilora.formats.checks import Place, check_copy, check_factor, check_finite, check_module, check_rank
+from hf_multilora.formats.config import LoraSettings, parse_settings
+from hf_multilora.formats.files import file_digest, locate, memory_digest, open_tensors, parse_config
+from hf_multilora.formats.keys import NameResolver, ParsedKey, covers, listed, parse_key
+
+# What a key belongs to that plain LoRA has no place for: (pattern, the feature's name)
+EXTRAS = (
+    (r"lora_magnitude_vector", "DoRA (lora_magnitude_vector)"),
+    (r"lora_(embedding_)?[AB](\..*)?\.bias$", "lora_bias (a trained bias on a LoRA factor)"),
+    (r"lora_diag", "KaSA (lora_diag)"),
+    (r"lora_velora", "VeLoRA (lora_velora_embed)"),
+    (r"lora_monteclora", "MonteCLoRA (lora_monteclora_sampler)"),
+    (r"token_adapter|trainable_tokens", "trainable_token_indices (trained token rows)"),
+    (r"lora_(E|ranknum)\b", "AdaLoRA"),
+    (r"modules_to_save|original_module", "modules_to_save (fully trained modules)"),
+    (r"(^|\.)experts\.", "MoE experts"),
+    (r"\.bias$", "trained biases of the base"),
+)
+REMEDY = "nothing of an adapter is dropped: retrain without it, or merge the adapter into its own copy of the base"
+
+
+def read_adapter(
+    path: str | os.PathLike[str],
+    modules: Mapping[str, ModuleShape],
+    *,
+    revision: str | None = None,
+    subfolder: str = "",
+    max_rank: int | None = None,
+    target_modules: str | Sequence[str] | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
+    renames: Sequence[tuple[str, str]] = (),
+    base_prefix: str = "",
+    hub_kwargs: Mapping[str, Any] | None = None,
+) -> Adapter:
+    """Read the adapter in a local folder or Hub repository for a base that has `modules` (all of them, by path).
+
+    `max_rank` bounds every module's rank; `target_modules` (suffixes, or a regex for the whole path) says what may be
+    adapted here; `aliases` maps a name in the file to the modules that stand for it; `renames` are (regex, replacement)
+    pairs for names that are not found; `base_prefix` is the model's `base_model_prefix`; `hub_kwargs` goes to
+    `snapshot_download`.
+
+    Factors come back on the CPU in the file's dtype: A [r, in], B [out, r]. FileNotFoundError for what is absent,
+    AdapterError for everything that cannot be served exactly; in particular each tensor is used or the load fails.
+    """
+    files = locate(path, revision=revision, subfolder=subfolder, hub_kwargs=hub_kwargs)
+    before = _stamp(files.weights)
+    data = files.config.read_bytes()
+    config = parse_config(files.source, data)
+    settings = parse_settings(files.source, config)  # before the weights: what is refused by name is cheap to refuse
+    digest = file_digest(data, files.weights)
+    resolver = NameResolver(modules, aliases=aliases, renames=renames, base_prefix=base_prefix)
+    with open_tensors(files.source, files.weights) as tensors:
+        reader = _Reader(files.source, settings, tensors, modules, resolver, max_rank, target_modules)
+        factors = reader.read()
+    if _stamp(files.weights) != before:
+        raise AdapterError(f"{files.source}: {files.weights.name} changed while it was being read; load it again")
+    return Adapter(files.source, digest, settings.base_model, factors, config)
+
+
+def adapter_from_tensors(
+    source: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    modules: Mapping[str, ModuleShape],
+    *,
+    max_rank: int | None = None,
+    target_modules: str | Sequence[str] | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
+    renames: Sequence[tuple[str, str]] = (),
+    base_prefix: str = "",
+) -> Adapter:
+    """As `read_adapter`, for a config and a state dict in memory, which are copied."""
+    settings = parse_settings(source, config)
+    resolver = NameResolver(modules, aliases=aliases, renames=renames, base_prefix=base_prefix)
+    factors = _Reader(source, settings, tensors, modules, resolver, max_rank, target_modules).read()
+    return Adapter(source, memory_digest(config, tensors), settings.base_model, factors, dict(config))
+
+
+def _stamp(path: os.PathLike[str]) -> tuple[int, int, int]:
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class _Reader:
+    """One reading of one adapter: sorts its keys, places them in the base, checks them, takes the factors."""
+
+    def __init__(
+        self,
+        source: str,
+        settings: LoraSettings,
+        tensors: Mapping[str, torch.Tensor],
+        modules: Mapping[str, ModuleShape],
+        resolver: NameResolver,
+        max_rank: int | None,
+        target_modules: str | Sequence[str] | None,
+    ) -> None:
+        self._source, self._settings, self._tensors = source, settings, tensors
+        self._modules, self._resolver, self._max_rank = modules, resolver, max_rank
+        if isinstance(target_modules, str):
+            try:
+                re.compile(target_modules)
+            except re.error as error:
+                raise AdapterError(
+                    f"target_modules must be a regular expression, got {target_modules!r}: {error}"
+                ) from error
+        self._target_modules = target_modules
+
+    def read(self) -> dict[str, LoraFactors]:
+        if not self._tensors:
+            raise AdapterError(
+                f"{self._source}: the weights file is empty: it has no lora_A / lora_B tensors (a ZeRO-3 or FSDP run "
+                f"saved without gathering its shards?); save the adapter again"
+            )
+        parsed = [parse_key(key) for key in self._tensors]
+        self._refuse_extras([p for p in parsed if p.role == "other"])
+        pairs = self._pairs([p for p in parsed if p.role in ("a", "b")])
+        placed = self._place(pairs)
+        self._drop_copies([p for p in parsed if p.role == "copy"])
+        if not placed:
+            raise AdapterError(
+                f"{self._source}: the adapter touches no module: it has no lora_A / lora_B tensors, only "
+                f"{listed(self._tensors)}"
+            )
+        factors: dict[str, LoraFactors] = {}
+        for name, targets in placed.items():
+            factors.update(self._factors(name, targets, *pairs[name]))
+        return factors
+
+    def _refuse_extras(self, extras: Sequence[ParsedKey]) -> None:
+        if not extras:
+            return
+        first = extras[0].key
+        feature = next((name for pattern, name in EXTRAS if re.search(pattern, first)), None)
+        if self._settings.saves_in_full(extras[0].module):
+            feature = "modules_to_save (fully trained modules)"
+        what = f"{feature} is not supported" if feature else "these are no tensors of a LoRA adapter"
+        raise AdapterError(
+            f"{self._source}: {len(extras)} tensors cannot be used: {listed(p.key for p in extras)}; {what}; {REMEDY}"
+        )
+
+    def _pairs(self, keys: Sequence[ParsedKey]) -> dict[str, tuple[ParsedKey, ParsedKey]]:
+        """The file's module name -> its A and B."""
+        trained = list(dict.fromkeys(p.adapter for p in keys))
+        if len(trained) > 1:
+            raise AdapterError(
+                f"{self._source}: the file must hold one adapter, but its keys name "
+                f"{listed(str(name) for name in trained)}; save each adapter on its own"
+            )
+        halves: dict[tuple[str, str], ParsedKey] = {}
+        for p in keys:
+            other = halves.setdefault((p.module, p.role), p)
+            if other is not p:
+                raise AdapterError(
+                    f"{self._source}: two keys land on module {p.module}: {other.key!r} and {p.key!r}; keep one"
+                )
+        pairs = {}
+        for (module, role), p in halves.items():
+            partner = halves.get((module, "b" if role == "a" else "a"))
+            if partner is None or partner.embedding != p.embedding:
+                have, lack = ("lora_A", "lora_B") if role == "a" else ("lora_B", "lora_A")
+                raise AdapterError(
+                    f"{self._source}: module {module} must have lora_A and lora_B, but has {have} (key {p.key!r}) "
+                    f"without {lack}; the file is incomplete: save the adapter again"
+                )
+            if role == "a":
+                pairs[module] = (p, partner)
+        return pairs
+
+    def _place(self, pairs: Mapping[str, tuple[ParsedKey, ParsedKey]]) -> dict[str, tuple[str, ...]]:
+        """The file's module name -> modules of the base."""
+        placed = {name: self._resolver.resolve(name) for name in pairs}
+        unknown = [name for name, targets in placed.items() if not targets]
+        if any("experts" in name.split(".") for name in unknown):
+            raise AdapterError(f"{self._source}: MoE experts are not supported yet: {listed(unknown)}; {REMEDY}")
+        if unknown:
+            targets = sorted({name.split(".")[-1] for name in unknown})
+            close = self._resolver.close_matches(unknown)
+            hint = f"the base has e.g. {listed(close)}" if close else "the base has nothing of a like name"
+            raise AdapterError(
+                f"{self._source}: target modules {listed(targets)} not found in the base: no module {listed(unknown)}; "
+                f"{hint}; load the base that the adapter was trained on ({self._settings.base_model})"
+            )
+        owner: dict[str, str] = {}
+        for name, modules in placed.items():
+            for module in modules:
+                other = owner.setdefault(module, name)
+                if other != name:
+                    keys = f"{pairs[other][0].key!r} and {pairs[name][0].key!r}"
+                    raise AdapterError(
+                        f"{self._source}: two keys land on module {module} of the base: {keys}; keep one"
+                    )
+        return placed
+
+    def _drop_copies(self, copies: Sequence[ParsedKey]) -> None:
+        unknown = [p for p in copies if not self._resolver.resolve(p.module)]
+        self._refuse_extras(unknown)
+        for p in copies:
+            in_full = self._settings.saves_in_full(p.module)
+            for module in self._resolver.resolve(p.module):
+                place = Place(self._source, p.key, module)
+                check_copy(place, p, self._modules[module], self._tensors[p.key], in_full)
+
+    def _factors(self, name: str, targets: Sequence[str], key_a: ParsedKey, key_b: ParsedKey) -> dict[str, LoraFactors]:
+        """The factors of one pair for each module it goes to."""
+        a, b = self._tensors[key_a.key], self._tensors[key_b.key]
+        for module in targets:
+            for p, tensor in ((key_a, a), (key_b, b)):
+                place = Place(self._source, p.key, module)
+                check_module(place, p, self._modules[module], tensor)
+                check_factor(place, p, self._modules[module], tensor)
+            if self._target_modules is not None and not covers(self._target_modules, module):
+                raise Place(self._source, key_a.key, module).error(
+                    f"the adapter trained it, but target_modules={self._target_modules!r} does not allow it here; "
+                    f"widen target_modules or leave this adapter out"
+                )
+        place = Place(self._source, key_a.key, targets[0])
+        configured, alpha = self._settings.rank_and_alpha((name, *targets))
+        r = check_rank(place, a, b, configured, self._max_rank)
+        check_finite(place, a)
+        check_finite(Place(self._source, key_b.key, targets[0]), b)
+        pair = LoraFactors(_own(a), _own(b), self._settings.scaling(r, alpha))
+        return dict.fromkeys(targets, pair)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU: the source may map a file or belong to a model that trains on."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
