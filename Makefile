@@ -1,4 +1,4 @@
-# Every target works on an empty machine with Python 3.10 or newer: it sets up .venv first where that is missing or out of
+# Every target works on an empty machine with Python 3.11 or newer: it sets up .venv first where that is missing or out of
 # date. Other interpreter: make test PYTHON=python3.12. More test workers: make test WORKERS=8.
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +19,7 @@ venv: $(INSTALLED)
 
 # torch goes first and by its exact version: resolved among the others, a newer or larger build could be chosen.
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or newer is needed, {sys.executable} is {v}: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"constraints.txt needs Python 3.11 or newer, {sys.executable} is {v}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
 	$(PIP) -e '.[dev]'
