@@ -105,6 +105,11 @@ def check_copy(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: tor
     """A copy of the base's own parameter is dropped by the caller, so it must hold what the base holds."""
     own = module.weight if parsed.parameter == "weight" else module.bias
     why = " (modules_to_save)" if saved_in_full else ""
+    remedy = (
+        "fully trained modules (modules_to_save) are not supported yet: retrain without them"
+        if saved_in_full
+        else "it was trained in full, or the base is another one: load the base it was trained on"
+    )
     if own is None or own.device.type == "meta":
         raise place.error(
             f"the file holds a full {parsed.parameter}{why} of shape {shape_of(tensor)}, and whether it was trained "
@@ -114,13 +119,12 @@ def check_copy(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: tor
     if tensor.shape != own.shape:
         raise place.error(
             f"the file holds a {parsed.parameter}{why} of shape {shape_of(tensor)}, the base's has shape "
-            f"{shape_of(own)}: it was "
-            f"trained with a resized vocabulary or another head; load a base of that size (resize_token_embeddings)"
+            f"{shape_of(own)}: it was trained with a resized vocabulary or another head; load a base of that size "
+            f"(resize_token_embeddings)"
         )
     if not same_values(tensor, own):
         raise place.error(
-            f"the file holds a {parsed.parameter}{why} {shape_of(tensor)} that differs from the base's: it was "
-            f"trained, or the base is another one; load the base it was trained on, or retrain without training this module in full"
+            f"the file holds a {parsed.parameter}{why} {shape_of(tensor)} that differs from the base's; {remedy}"
         )
 
 

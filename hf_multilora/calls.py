@@ -1,0 +1,113 @@
+"""What happens around `forward` and `generate`: rows resolved, checked and routed, or split into passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import passes
+from .entry import bind, parameter_names, rows_of, segments
+from .routing import RoutingError
+from .runtime import Runtime
+
+
+def forward(model: Any, base: type, args: Sequence[Any], kwargs: Mapping[str, Any], names: Any, ids: Any) -> Any:
+    """One forward of `base` on `model`, its rows routed."""
+    runtime: Runtime = model._multilora
+    if torch.compiler.is_compiling():  # routing is written outside traced code
+        if names is not None or ids is not None:
+            raise RoutingError(
+                "inside torch.compile the rows must be routed outside the traced call: use "
+                "`with model.adapters(names): compiled(...)`, or generate(..., adapter_names=names)"
+            )
+        return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+    if getattr(model, "_is_replica", False):
+        raise RoutingError("DataParallel shares one routing between threads; use one process per GPU, or one GPU")
+    with runtime.lock:
+        rows = runtime.resolve(names, ids)
+        if rows is None and not runtime.routing.open:
+            return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+        arguments = bind(runtime.parameters, args, kwargs)
+        n, tokens = rows_of(arguments, type(model).__name__)
+        if rows is None:
+            runtime.routing.enter(n, tokens)
+            return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+        if n == 1 and len(rows) > 1:
+            rows = _per_token(rows, arguments, tokens)
+            with runtime.request(rows, ragged=True):
+                runtime.routing.enter(1, tokens)
+                return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+        if n != len(rows):
+            raise RoutingError(f"a forward must have one adapter per row, got {len(rows)} for {n} rows")
+        room, mixable = runtime.limits(rows)
+        plan = passes.plan_passes(rows, room, mixable)
+        if len(plan) == 1:
+            with runtime.request(rows):
+                runtime.routing.enter(n, tokens)
+                return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+        passes.check_forward(arguments, passes.why_split(rows, room, mixable))
+        if "use_cache" in runtime.parameters:
+            arguments["use_cache"] = False
+        cuts = [passes.cut(arguments, some, n) for some in plan]
+        outputs = []
+        for some, part in zip(plan, cuts, strict=True):
+            with runtime.request([rows[i] for i in some]):
+                runtime.routing.enter(len(some), tokens)
+                outputs.append(base.forward(model, **part))  # type: ignore[attr-defined]
+        return passes.merge(outputs, plan)
+
+
+def _per_token(rows: Sequence[int], arguments: Mapping[str, Any], tokens: int | None) -> list[int]:
+    """Adapter ids of a packed row's tokens, from one per packed sequence."""
+    lengths = segments(arguments)
+    if lengths is None or len(lengths) != len(rows) or sum(lengths) != tokens:
+        raise RoutingError(
+            f"a forward must have one adapter per row, got {len(rows)} for 1 row of {tokens} tokens; for sequences packed "
+            f"into one row pass cu_seq_lens_q, or position_ids that restart at 0, with {len(rows)} sequences, got {lengths}"
+        )
+    return [i for i, length in zip(rows, lengths, strict=True) for _ in range(length)]
+
+
+def generate(
+    model: Any, base_generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Any, ids: Any
+) -> Any:
+    """One `generate` on `model`, its prompts routed for the whole call."""
+    runtime: Runtime = model._multilora
+    with runtime.lock:
+        rows = runtime.resolve(names, ids)
+        if rows is None:
+            if not runtime.routing.open:
+                return base_generate(*args, **kwargs)
+            request = runtime.routing.stack[-1]
+            factors = set(request.factors)
+            try:
+                return base_generate(*args, **kwargs)
+            finally:
+                request.factors = factors
+        room, mixable = runtime.limits(rows)
+        plan = passes.plan_passes(rows, room, mixable)
+        if len(plan) == 1:
+            with runtime.request(rows):
+                return base_generate(*args, **kwargs)
+        arguments = bind(parameter_names(base_generate), args, kwargs)
+        config = arguments.get("generation_config") or model.generation_config
+        passes.check_generate(arguments, config, passes.why_split(rows, room, mixable))
+        cuts = [passes.cut(arguments, some, len(rows)) for some in plan]
+        outputs = []
+        for some, part in zip(plan, cuts, strict=True):
+            with runtime.request([rows[i] for i in some]):
+                outputs.append(base_generate(**part))
+        return passes.merge_sequences(outputs, plan, _pad_id(arguments, config))
+
+
+def _pad_id(arguments: Mapping[str, Any], config: Any) -> int:
+    """What `generate` pads finished rows with: pad_token_id, else the first eos_token_id."""
+    for name in ("pad_token_id", "eos_token_id"):
+        value = arguments.get(name, getattr(config, name, None))
+        if isinstance(value, (list, tuple)):
+            value = value[0]
+        if value is not None:
+            return int(value)
+    raise RoutingError("a batch that runs in passes must have a pad_token_id, to align its generated rows; pass one")

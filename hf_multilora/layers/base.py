@@ -1,0 +1,85 @@
+"""The mixin of adapted modules, and the walk that says what of a model can be adapted.
+
+A module is adapted by giving it a class that mixes a `LoraLayer` into its own class: the object, its parameters, hooks,
+names and isinstance checks stay. `wrap` and `unwrap` do it and undo it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import augmented
+from .slots import ModuleSlots
+
+MIXINS: dict[str, type[LoraLayer]] = {}  # kind of module -> mixin; filled by the files of this folder
+
+
+class LoraLayer:
+    """Mixed in front of a module's class; its rank rows are `self._lora`.
+
+    The delta is added in `__call__`, around whatever the class, an instance `forward` (accelerate, tensor parallelism)
+    or hooks do: hooks of users see the base output.
+    """
+
+    _lora: ModuleSlots
+
+    def __init_subclass__(cls, kind: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if kind is not None:
+            MIXINS[kind] = cls
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        lora = self._lora
+        if lora.buffer is not None:
+            lora.a = lora.a.clone()  # the buffer's weight rows are about to be left behind
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        lora.apply(fn, self)  # type: ignore[arg-type]
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if keep_vars or self._lora.buffer is None:
+            return
+        for name in ("weight", "bias"):  # the storage behind them holds tenants' rows, which no base file may carry
+            tensor: Tensor | None = destination.get(prefix + name)
+            if tensor is not None:
+                destination[prefix + name] = tensor.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy through (base class, mixin): the mixed class has no import path of its own."""
+        return _rebuild, (type(self).__bases__[1], type(self).__bases__[0]), state_of(self)
+
+
+def state_of(module: Any) -> dict[str, Any]:
+    """What the module's class puts into a pickle."""
+    own = getattr(type(module), "__getstate__", None)  # object has one from Python 3.11 on
+    if own is None or own is getattr(object, "__getstate__", None):
+        return dict(module.__dict__)
+    return dict(module.__getstate__())
+
+
+def _rebuild(cls: type, mixin: type) -> Any:
+    mixed = mix(mixin, cls)
+    return mixed.__new__(mixed)
+
+
+@functools.cache
+def mix(mixin: type, cls: type) -> type:
+    """The class `mixin + cls`, under the name and module of `cls` (Transformers reads the source of that module)."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def wrap(module: nn.Module, kind: str, slots: ModuleSlots) -> None:
+    """Adapt `module` in place."""
+    module.__dict__["_lora"] = slots
+    module.__class__ = mix(MIXINS[kind], type(module))
+
+
+def unwrap(module: nn.Module) -> None:
+    """Give `module` back exactly as it was: class, storage of its own, no attribute left."""
+    augmented.unlay(module, module._lora)  # type: ignore[arg-type]
+    module.__class__ = type(module).__bases__[1]
+    del module.__dict__["_lora"]

@@ -1,0 +1,51 @@
+"""Embeddings: A is looked up by (token, slot), expanded, and multiplied by the module's embedding scale if it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.torch_backend import expand_gated
+from .base import LoraLayer
+from .slots import BASE_ONLY, GATED_TOKENS, ONE, ModuleSlots
+
+
+class LoraEmbedding(LoraLayer, kind="embedding"):
+    """y = W[id] + scale * B^T A[:, id] with the A and B of each row's adapter; ids int [R, T]."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        y: Tensor = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        slots: ModuleSlots = self._lora
+        path = slots.path()
+        if path == BASE_ONLY:
+            return y
+        ids: Tensor = args[0] if args else next(iter(kwargs.values()))
+        scale = getattr(self, "embed_scale", 1.0)  # Gemma: a buffer, BART: a float
+        if path == ONE:
+            a, b = slots.own()
+            return y + _look_up(a, ids, b) * scale
+        if ids.dim() == 2 and ids.shape[0] == 1 and slots.routing.rows > 1 and not slots.routing.ragged:
+            ids = ids.expand(slots.routing.rows, -1)  # positions shared by all rows: each row gets its own table
+            y = y.expand(slots.routing.rows, -1, -1)
+        rows = slots.routing.align(ids, slots.name, trailing=0, flat=slots.flat)  # [R, T]
+        delta = torch.zeros(*rows.shape, slots.out_features, dtype=slots.b.dtype, device=y.device)
+        if torch.compiler.is_compiling() or rows.numel() <= GATED_TOKENS or rows.is_cuda:
+            a, b, closed = slots.prefix()
+            h = a.index_select(1, rows.flatten()).t().reshape(*rows.shape, -1)  # [R, T, P]
+            delta = expand_gated(delta, h, b, closed)
+        else:
+            order, offsets, starts, ranks = slots.tables()
+            edges = offsets.tolist()
+            for slot, (start, r) in enumerate(zip(starts.tolist(), ranks.tolist(), strict=True)):
+                mine = order[edges[slot] : edges[slot + 1]]
+                if r and mine.numel():
+                    some = _look_up(slots.a[start : start + r], rows.index_select(0, mine), slots.b[start : start + r])
+                    delta.index_copy_(0, mine.long(), some)
+        return y + (delta.reshape(y.shape) * scale).to(y.dtype)
+
+
+def _look_up(a: Tensor, ids: Tensor, b: Tensor) -> Tensor:
+    """B^T A[:, ids]: a [r, V], ids [...], b [r, H] -> [..., H]."""
+    return torch.matmul(a.index_select(1, ids.flatten()).t(), b).view(*ids.shape, -1)

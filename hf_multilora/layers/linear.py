@@ -1,0 +1,54 @@
+"""Linears: `nn.Linear`, its subclasses, and GPT-2's `Conv1D` (whose weight is [in, out]; A and B are as for a linear)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..kernels import ops
+from ..kernels.torch_backend import add_one, expand_gated
+from . import augmented
+from .base import LoraLayer
+from .slots import BASE_ONLY, GATED_TOKENS, ONE, ModuleSlots
+
+
+class LoraLinear(LoraLayer, kind="linear"):
+    """Adds `B (A x)` of each row's adapter to the output of the class it is mixed into."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        slots: ModuleSlots = self._lora
+        path = slots.path()
+        if path == BASE_ONLY:
+            return super().__call__(*args, **kwargs)
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        if path == ONE:
+            y = super().__call__(*args, **kwargs)
+            return add_one(y, x, *slots.own())
+        rows = slots.routing.align(x, slots.name, flat=slots.flat)  # [R, T, K]
+        tracing = torch.compiler.is_compiling()
+        if rows.shape[0] * rows.shape[1] <= GATED_TOKENS or rows.is_cuda:
+            a, b, closed = slots.prefix()
+            if isinstance(self, nn.Linear) and augmented.ready(self, slots):
+                both = self._augmented(rows, slots)  # [R, T, N + P]
+                y, h = both[..., : slots.out_features], both[..., slots.out_features :]
+                return expand_gated(y, h, b, closed).view(*x.shape[:-1], slots.out_features)
+            y = super().__call__(*args, **kwargs)
+            h = F.linear(rows.to(a.dtype), a)
+            out = expand_gated(y.reshape(*rows.shape[:2], -1), h.to(y.dtype), b.to(y.dtype), closed)
+            return out.view(y.shape)
+        # grouped: one matmul per slot; a traced graph calls the registered operation, whose insides it does not see
+        shrink = torch.ops.hf_multilora.lora_shrink if tracing else ops.lora_shrink
+        expand = torch.ops.hf_multilora.lora_expand if tracing else ops.lora_expand
+        y = super().__call__(*args, **kwargs)
+        h = shrink(rows.to(slots.a.dtype), slots.a, *slots.tables(), slots.layout.max_rank)  # type: ignore[union-attr]
+        return expand(y.reshape(*rows.shape[:2], -1), h, slots.b, *slots.tables()).view(y.shape)
+
+    @staticmethod
+    def _augmented(rows: Tensor, slots: ModuleSlots) -> Tensor:
+        assert slots.buffer is not None and slots.layout is not None
+        end = slots.out_features + slots.layout.width
+        bias = slots.bias_buffer
+        return F.linear(rows, slots.buffer[:end], None if bias is None else bias[:end])

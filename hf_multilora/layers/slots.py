@@ -1,0 +1,144 @@
+"""The rank rows of one module on its device, and what its rows get in the current call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..pool import Layout, RankRows, bucket
+from ..routing import Routing
+
+BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see ModuleSlots.path
+GATED_TOKENS = 32  # up to here one dense matmul over all slots beats one matmul per slot (CPU, measured by the benchmark)
+
+
+class ModuleSlots:
+    """A [P, in] and B [P, out] of one module, rank rows handed out by `rows`. Lives in the module's `_lora`.
+
+    Linear: delta = B^T (A x). Embedding: A's columns are looked up by token id. Scales are already folded into B.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, routing: Routing, *, flat: bool = False, tied: bool = False
+    ) -> None:
+        self.name = name
+        self.in_features = in_features
+        self.out_features = out_features
+        self.routing = routing
+        self.flat = flat  # the module is known to get its tokens flattened, row after row
+        self.tied = tied  # other modules use its weight, so it stays where it is
+        self.fixed_dtype: torch.dtype | None = None
+        self.rows = RankRows()
+        self.layout: Layout | None = None
+        self.a = torch.zeros(0, in_features)
+        self.b = torch.zeros(0, out_features)
+        self.buffer: Tensor | None = None  # [N + P, K] while the weight is laid with A: see augmented.py
+        self.bias_buffer: Tensor | None = None  # [N + P]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def path(self) -> int:
+        """BASE_ONLY: no row has an adapter here. ONE: all rows share one. MIXED: routing.rows rows, each its own.
+
+        In a traced graph the mix is data: any open request is MIXED, so that a change of mix never retraces.
+        """
+        layout, routing = self.layout, self.routing
+        if layout is None:
+            return BASE_ONLY
+        if routing.open and torch.compiler.is_compiling():
+            return MIXED
+        if not routing.active:
+            return BASE_ONLY
+        if routing.uniform is not None:
+            return ONE if routing.uniform in layout.spans else BASE_ONLY
+        return MIXED if layout.live else BASE_ONLY
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [r, out] of the one adapter that all rows share."""
+        assert self.layout is not None and self.routing.uniform is not None
+        start, r = self.layout.spans[self.routing.uniform]
+        return self.a[start : start + r], self.b[start : start + r]
+
+    def prefix(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A and B of the occupied prefix and the columns closed to each row: what the gated path covers."""
+        assert self.layout is not None
+        width = self.layout.width
+        return self.a[:width], self.b[:width], self.layout.closed
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """order, offsets, starts, ranks: what the grouped operations take."""
+        assert self.layout is not None
+        return self.routing.order, self.routing.offsets, self.layout.starts, self.layout.ranks
+
+    def reserve(self, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make room for `capacity` rank rows; rows in use keep their place."""
+        if capacity <= self.rows.capacity and self.a.device == device and self.a.dtype == dtype:
+            return
+        capacity = max(capacity, self.rows.capacity)
+        with torch.inference_mode(False), torch.no_grad():
+            a = torch.zeros(capacity, self.in_features, device=device, dtype=dtype)
+            b = torch.zeros(capacity, self.out_features, device=device, dtype=dtype)
+            end = self.rows.end
+            a[:end], b[:end] = self.a[:end], self.b[:end]
+        self.a, self.b, self.rows.capacity = a, b, capacity
+        self.buffer = self.bias_buffer = None
+
+    def place(self, slot: int, r: int) -> tuple[Tensor, Tensor]:
+        """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must."""
+        start = self.rows.allocate(slot, r)
+        if start is None:
+            with torch.no_grad():
+                for old, new, width in self.rows.compact():
+                    for rows in (self.a, self.b):
+                        rows[new : new + width] = rows[old : old + width].clone()
+            start = self.rows.allocate(slot, r)
+        if start is None:
+            raise RuntimeError(
+                f"{self.name}: {r} rank rows must fit beside the {self.rows.used} in use, the pool holds "
+                f"{self.rows.capacity}"
+            )
+        return self.a[start : start + r], self.b[start : start + r]
+
+    def clear(self, slot: int) -> None:
+        """Give up the rows of `slot`; nothing of the tenant stays behind."""
+        span = self.rows.free(slot)
+        if span is not None:
+            start, r = span
+            with torch.no_grad():
+                self.a[start : start + r].zero_()
+                self.b[start : start + r].zero_()
+
+    def layout_key(self) -> tuple[Any, ...] | None:
+        """What modules must have in common to share one Layout; None without adapters."""
+        if not self.rows.spans:
+            return None
+        spans = tuple(sorted((slot, start, r) for slot, (start, r) in self.rows.spans.items()))
+        return spans, bucket(self.rows.end, self.rows.capacity), self.a.device
+
+    def apply(self, fn: Any, module: nn.Module) -> None:
+        """Follow the module to another device or dtype (`nn.Module._apply`)."""
+        with torch.inference_mode(False), torch.no_grad():
+            a, b = fn(self.a), fn(self.b)
+            if self.fixed_dtype is not None:
+                a, b = a.to(self.fixed_dtype), b.to(self.fixed_dtype)
+            if a is not self.a:
+                self.a = a.clone() if a.data_ptr() == self.a.data_ptr() else a
+                self.buffer = self.bias_buffer = None
+            self.b = b
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the rank rows, not the weight they are laid with; it is laid anew at the next call."""
+        return dict(self.__dict__, a=self.a.detach().clone(), buffer=None, bias_buffer=None)
+
+
+def home_of(module: nn.Module, weight: Tensor | None) -> torch.device:
+    """Where the module computes: its offload hook's execution device, else where its weight is."""
+    hook = getattr(module, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    if device is not None:
+        return torch.device(device if not isinstance(device, int) else f"cuda:{device}")
+    return weight.device if weight is not None else torch.device("cpu")

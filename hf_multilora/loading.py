@@ -1,0 +1,193 @@
+"""From a base and adapters to a MultiLoRAModel, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .config import MultiLoRAConfig
+from .entry import EntryHook, remove_entry_hooks
+from .formats import adapter_from_tensors
+from .formats.files import locate, parse_config
+from .model import MultiLoRAModel, mix_model
+from .patches.facts import facts_of, is_distributed
+from .runtime import Runtime
+
+# PEFT's task_type -> the Auto class that loads the base for it
+AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+
+
+def load(
+    base: Any, adapters: Sequence[str] | Mapping[str, str], config: MultiLoRAConfig, auto_class: Any, kwargs: dict[str, Any]
+) -> Any:
+    """See MultiLoRAModel.from_pretrained."""
+    from transformers import PreTrainedModel
+
+    named = name_adapters(adapters)
+    if isinstance(base, (str, os.PathLike)):
+        model = load_base(base, named, auto_class, kwargs)
+        return build(model, named, config)
+    if auto_class is not None or kwargs:
+        raise ValueError(
+            f"base is a loaded model, so auto_class and Transformers' arguments must be left out, got "
+            f"{sorted([*kwargs, *(['auto_class'] if auto_class is not None else [])])}"
+        )
+    if isinstance(base, MultiLoRAModel):
+        raise ValueError("base is a MultiLoRAModel already; add adapters with load_adapter(path, name)")
+    if isinstance(base, PreTrainedModel):
+        return build(base, named, config)
+    if hasattr(base, "peft_config") and hasattr(base, "unload"):
+        return take_over(base, named, config)
+    raise TypeError(
+        f"base must be a folder, a Hub id, a PreTrainedModel or a PeftModel, got {type(base).__name__}"
+    )
+
+
+def name_adapters(adapters: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """{name: path} of either form; raises ValueError where two paths would get one name."""
+    if isinstance(adapters, Mapping):
+        return {name: str(path) for name, path in adapters.items()}
+    if isinstance(adapters, (str, os.PathLike)):
+        raise TypeError(f"adapters must be a list of folders or Hub ids, or a dict of names, got {adapters!r}")
+    named: dict[str, str] = {}
+    for path in adapters:
+        name = last_part(path)
+        if name in named:
+            raise ValueError(
+                f"adapters must have different names, {named[name]} and {path} are both called {name!r}; "
+                f"pass a dict {{name: path}}"
+            )
+        named[name] = str(path)
+    return named
+
+
+def last_part(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path).rstrip("/").rsplit("/", 1)[-1]
+
+
+def load_base(base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]) -> Any:
+    import transformers
+
+    if auto_class is None:
+        tasks = {task_type(path) for path in adapters.values()} - {None}
+        if len(tasks) > 1:
+            raise ValueError(f"the adapters must share one task_type, got {sorted(tasks)}; pass auto_class")
+        auto_class = AUTO_CLASSES.get(tasks.pop()) if tasks else None
+    if auto_class is None:
+        config = transformers.AutoConfig.from_pretrained(base)
+        auto_class = (config.architectures or ["AutoModel"])[0]
+    if isinstance(auto_class, str):
+        name, auto_class = auto_class, getattr(transformers, auto_class, None)
+        if auto_class is None:
+            raise ValueError(f"auto_class must name a class of Transformers, got {name!r}")
+    return auto_class.from_pretrained(base, **kwargs)
+
+
+def task_type(path: str) -> str | None:
+    files = locate(path)
+    return parse_config(files.source, files.config.read_bytes()).get("task_type")
+
+
+def build(model: Any, adapters: Mapping[str, str], config: MultiLoRAConfig) -> Any:
+    """Patch a loaded model in place and register adapters; undone where one fails."""
+    patch(model, config)
+    try:
+        for name, path in progress(adapters):
+            model.load_adapter(path, name)
+    except BaseException:
+        unpatch(model)
+        raise
+    return model
+
+
+def progress(adapters: Mapping[str, str]) -> Any:
+    """A progress bar over long lists, as Transformers shows them."""
+    from transformers.utils import logging
+
+    return logging.tqdm(adapters.items(), desc="Loading adapters", disable=None if len(adapters) > 8 else True)
+
+
+def patch(model: Any, config: MultiLoRAConfig) -> None:
+    if any(is_distributed(p) for p in model.parameters()):
+        raise NotImplementedError("the base is sharded over several devices (DTensor), which is not supported yet")
+    facts = facts_of(model.config)
+    runtime = Runtime(model, config, facts, checkpoint_renames(model))
+    for name, module in entry_points(model).items():
+        module.register_forward_pre_hook(EntryHook(runtime.routing, name, module), with_kwargs=True)
+    model.__dict__["_multilora"] = runtime
+    model.__class__ = mix_model(type(model))
+
+
+def entry_points(model: Any) -> dict[str, Any]:
+    """Parts that `generate` calls by themselves: the encoder and the decoder of an encoder-decoder."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return {}
+    found = {"the encoder": model.get_encoder(), "the decoder": model.get_decoder()}
+    return {name: module for name, module in found.items() if module is not None and module is not model}
+
+
+def checkpoint_renames(model: Any) -> list[tuple[str, str]]:
+    """Transformers' own renamings of this class's checkpoint keys: (regex, replacement)."""
+    mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    return list(mapping.items())
+
+
+def unpatch(model: Any) -> Any:
+    """Give the model its class, hooks and weights' storage back."""
+    runtime: Runtime = model._multilora
+    with runtime.lock:
+        if runtime.routing.open:
+            raise RuntimeError("unpatch must not run inside a call or an adapters() block")
+        for name in list(runtime.sites):
+            runtime.release_site(name)
+        for module in entry_points(model).values():
+            remove_entry_hooks(module)
+        model.__class__ = type(model).__bases__[1]
+        del model.__dict__["_multilora"]
+    return model
+
+
+def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRAConfig) -> Any:
+    """A PeftModel's adapters, read in memory and checked before it is unloaded."""
+    from peft import get_peft_model_state_dict
+
+    base = peft_model.get_base_model()
+    facts = facts_of(base.config)
+    probe = Runtime(base, config, facts, checkpoint_renames(base))
+    own = {}
+    for name, settings in peft_model.peft_config.items():
+        if name in adapters:
+            raise ValueError(f"{name!r} is an adapter of the PeftModel and among adapters; choose another name")
+        plain = json.loads(json.dumps(settings.to_dict(), default=_plain))
+        tensors = {k: v.detach().cpu() for k, v in get_peft_model_state_dict(peft_model, adapter_name=name).items()}
+        own[name] = adapter_from_tensors(f"PeftModel:{name}", plain, tensors, probe.census(), **probe.reading())
+    active = peft_model.active_adapters
+    base = peft_model.unload()
+    patch(base, config)
+    try:
+        for name, adapter in own.items():
+            base._multilora.register(name, adapter, None, replace=False)
+        for name, path in progress(adapters):
+            base.load_adapter(path, name)
+        if len(active) == 1 and active[0] in own:
+            base.set_adapter(active[0])
+    except BaseException:
+        unpatch(base)
+        raise
+    return base
+
+
+def _plain(value: Any) -> Any:
+    """Sets and enums of a PeftConfig as JSON holds them."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
+
+

@@ -1,0 +1,224 @@
+"""MultiLoRAModel: any PreTrainedModel, with adapters chosen row by row."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import calls
+from .config import MultiLoRAConfig
+from .layers.base import state_of
+from .runtime import Reader, Runtime
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .reports import MemoryReport, VerifyReport
+
+
+class MultiLoRAModel:
+    """Mixed in front of a model's own class by `from_pretrained`: the object is the real model, with these verbs.
+
+    `forward` and `generate` take `adapter_names` (one name, or None for the base, per row) or `adapter_ids` (int64
+    [rows], 0 for the base). A call that names none gets the default adapter (`set_adapter`), at first the base.
+    """
+
+    _multilora: Runtime
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        base: Any,
+        adapters: Sequence[str] | Mapping[str, str] = (),
+        *,
+        max_loras: int = 8,
+        max_cpu_loras: int | None = None,
+        max_lora_rank: int | None = None,
+        lora_dtype: str | torch.dtype = "auto",
+        target_modules: Sequence[str] | str | None = None,
+        fully_sharded_loras: bool = False,
+        backend: str = "auto",
+        auto_class: str | type | None = None,
+        **transformers_kwargs: Any,
+    ) -> Any:
+        """Load a base with Transformers, or take a loaded one, and register adapters on it.
+
+        Args:
+            base: a folder or Hub id, a loaded PreTrainedModel (changed in place), or a PeftModel, whose own adapters are
+                taken over (it is unloaded: use the result from then on).
+            adapters: folders or Hub ids, named by their last path part, or {name: folder or Hub id}.
+            auto_class: Transformers class (or its name) for the base; None: from the adapters' task_type, else the
+                config's architecture.
+            transformers_kwargs: all else goes to Transformers' `from_pretrained`.
+
+        The other settings are those of MultiLoRAConfig. Raises AdapterError for an adapter that cannot be served as it
+        is, ValueError for settings; a loaded base is then as it was.
+        """
+        from .loading import load
+
+        config = MultiLoRAConfig(
+            max_loras, max_cpu_loras, max_lora_rank, lora_dtype, target_modules, fully_sharded_loras, backend
+        )
+        return load(base, adapters, config, auto_class, transformers_kwargs)
+
+    # -- calls ----------------------------------------------------------------------------------------------------------
+    def generate(self, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:
+        """Transformers' `generate`; row i of the prompts uses adapter i, also all its beams and return sequences."""
+        return calls.generate(self, super().generate, args, kwargs, adapter_names, adapter_ids)  # type: ignore[misc]
+
+    @contextmanager
+    def adapters(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
+        """Route the rows of every call of the model inside the block, whoever makes it. Other threads wait."""
+        runtime = self._multilora
+        ids = runtime.resolve(adapter_names, None)
+        assert ids is not None
+        with runtime.request(ids):
+            yield
+
+    def _expand_inputs_for_generation(self, *args: Any, expand_size: int = 1, **kwargs: Any) -> Any:
+        if self._multilora.routing.open:
+            self._multilora.routing.stack[-1].factors.add(expand_size)
+        return super()._expand_inputs_for_generation(*args, expand_size=expand_size, **kwargs)  # type: ignore[misc]
+
+    # -- adapters -------------------------------------------------------------------------------------------------------
+    def load_adapter(
+        self, path: str, adapter_name: str | None = None, *, revision: str | None = None, subfolder: str = "",
+        pinned: bool = False, load_inplace: bool = False,
+    ) -> str:  # fmt: skip
+        """Read a PEFT checkpoint and register it; returns its name (None: the last part of the path).
+
+        load_inplace: replace the weights of the adapter registered under that name; its id stays, what was cached under
+        the old content must not be used again. Raises AdapterError, ValueError for a name that is taken,
+        AdapterInUseError where a call uses it; the model then answers as before.
+        """
+        from .loading import last_part
+
+        runtime = self._multilora
+        name = last_part(path) if adapter_name is None else adapter_name
+        reader = Reader(runtime, str(path), revision, subfolder)
+        known = name in runtime.store.catalogue
+        if known and not load_inplace:
+            runtime.store.refuse_taken(name)
+        runtime.register(name, reader(), reader, replace=known)
+        if pinned:
+            self.pin_adapter(name)
+        return name
+
+    def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
+        """Forget an adapter (or several). Raises AdapterInUseError where a call uses it or it is the default."""
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        for name in names:
+            self._multilora.require_not_default(name, "deleted")
+        for name in names:
+            self._multilora.store.delete(name)
+
+    def pin_adapter(self, adapter_name: str) -> None:
+        """Keep an adapter in host memory and, from its first use, in its slot. Raises CapacityError past max_loras."""
+        self._multilora.store.pin(adapter_name)
+
+    def unpin_adapter(self, adapter_name: str) -> None:
+        self._multilora.store.unpin(adapter_name)
+
+    def set_adapter(self, adapter_name: str | None) -> None:
+        """What rows get when a call names none: an adapter, which then keeps a slot, or None for the base."""
+        self._multilora.set_default(adapter_name)
+
+    def list_adapters(self) -> list[dict[str, Any]]:
+        """One row per adapter: name, id, source, base_model, digest, max_rank, modules, bytes, tiers, pinned."""
+        from .reports import list_adapters
+
+        return list_adapters(self._multilora)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that adapters take on the device, per module and in all, and in host memory."""
+        from .reports import memory_report
+
+        return memory_report(self._multilora)
+
+    def verify(self, adapter_name: str, inputs: Mapping[str, Any] | None = None) -> VerifyReport:
+        """Compare this adapter's rows with the adapter merged into the weights; says where they differ first."""
+        from .verify import verify
+
+        return verify(self, adapter_name, inputs)
+
+    def unpatch(self) -> PreTrainedModel:
+        """Give the bare model back, exactly as it was: same object, classes and weights, no trace of adapters."""
+        from .loading import unpatch
+
+        return unpatch(self)  # type: ignore[arg-type]
+
+    # -- Transformers' own verbs for adapters -----------------------------------------------------------------------------
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("adapters are read from checkpoints here: train with PEFT, then load_adapter(path, name)")
+
+    def enable_adapters(self) -> None:
+        raise NotImplementedError("name the adapter: pass adapter_names to the call, or set_adapter(name) for all calls")
+
+    def disable_adapters(self) -> None:
+        """Rows of calls that name no adapter get the base."""
+        self.set_adapter(None)
+
+    def active_adapters(self) -> list[str]:
+        """The default adapter, if there is one."""
+        default = self._multilora.default
+        return [] if default is None else [default]
+
+    @property
+    def active_adapter(self) -> list[str]:
+        return self.active_adapters()
+
+    # -- nn.Module and PreTrainedModel ------------------------------------------------------------------------------------
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self._multilora.moved()
+        return self
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        self._multilora.give_up_embeddings("resize_token_embeddings")
+        return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
+
+    def set_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        self._multilora.give_up_embeddings("set_input_embeddings")
+        return super().set_input_embeddings(*args, **kwargs)  # type: ignore[misc]
+
+    def set_output_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        self._multilora.give_up_embeddings("set_output_embeddings")
+        return super().set_output_embeddings(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy through the base class: the mixed class has no import path of its own."""
+        return rebuild_model, (type(self).__bases__[1],), state_of(self)
+
+
+@functools.cache
+def mix_model(base: type) -> type:
+    """MultiLoRAModel + base under the base's name and module, with the base's forward signature plus the adapters'."""
+    signature = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("adapter_names", "adapter_ids")
+    ]
+    parameters = list(signature.parameters.values())
+    at = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+
+    @functools.wraps(base.forward)  # type: ignore[attr-defined]
+    def forward(self: Any, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:
+        return calls.forward(self, base, args, kwargs, adapter_names, adapter_ids)
+
+    forward.__signature__ = signature.replace(parameters=[*parameters[:at], *extra, *parameters[at:]])  # type: ignore[attr-defined]
+    body = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "forward": forward,
+        "from_pretrained": staticmethod(base.from_pretrained),  # type: ignore[attr-defined]
+    }
+    return type(base.__name__, (MultiLoRAModel, base), body)
+
+
+def rebuild_model(base: type) -> Any:
+    mixed = mix_model(base)
+    return mixed.__new__(mixed)

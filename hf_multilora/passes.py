@@ -1,0 +1,119 @@
+"""A batch that needs more adapters than can be on the device at once, or modules that cannot mix: run in passes.
+
+Rows are grouped so that each pass fits, their arguments sliced, the outputs put back in the batch's order. Only where a
+split cannot change the answer: cache-free `forward` and deterministic decoding. Everything else raises before any work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .store import CapacityError
+
+# Arguments with one entry per row. Anything else that is a tensor with more than one row must be known before it is cut.
+PER_ROW = frozenset({
+    "input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids",
+    "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids", "input_features", "input_values",
+    "pixel_values", "bbox", "langs", "encoder_hidden_states", "encoder_attention_mask", "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+})  # fmt: skip
+CACHES = ("past_key_values", "cache", "cache_params", "past_buckets_states", "mems")
+# generate settings whose result depends on which rows run together, or that hand out rows while they run
+SPLIT_CHANGES = ("streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model",
+                 "custom_generate", "encoder_outputs", "max_time")  # fmt: skip
+
+
+def plan_passes(ids: Sequence[int], room: int, mixable: bool) -> list[list[int]]:
+    """Rows of each pass: at most `room` distinct adapters, or one (base rows apart) where the modules cannot mix."""
+    distinct = list(dict.fromkeys(i for i in ids if mixable and i or not mixable))
+    step = max(room, 1) if mixable else 1
+    if len(distinct) <= step:
+        return [list(range(len(ids)))]
+    groups = [set(distinct[k : k + step]) for k in range(0, len(distinct), step)]
+    if mixable:
+        groups[0].add(0)
+    return [[row for row, i in enumerate(ids) if i in group] for group in groups]
+
+
+def why_split(ids: Sequence[int], room: int, mixable: bool) -> str:
+    distinct = len(set(ids) - {0})
+    if not mixable:
+        return (
+            "the adapters of this batch train modules whose rows cannot be attributed to batch rows, so each adapter "
+            "would need a pass of its own"
+        )
+    return f"this batch has {distinct} distinct adapters, {room} fit at once: it needs max_loras={distinct}"
+
+
+def refuse(what: str, reason: str) -> CapacityError:
+    return CapacityError(f"{reason}; a split into passes would change the answer with {what}. Leave it out or split the batch")
+
+
+def check_forward(arguments: Mapping[str, Any], reason: str) -> None:
+    for name in CACHES:
+        if arguments.get(name) is not None:
+            raise refuse(name, reason)
+    if arguments.get("use_cache"):
+        raise refuse("use_cache=True", reason)
+    for name in arguments:
+        if "labels" in name:
+            raise refuse(name, reason)
+
+
+def check_generate(arguments: Mapping[str, Any], config: Any, reason: str) -> None:
+    for name in (*SPLIT_CHANGES, *CACHES):
+        if arguments.get(name) not in (None, []):
+            raise refuse(name, reason)
+    for name in ("do_sample", "return_dict_in_generate", "max_time"):
+        value = arguments.get(name, getattr(config, name, None))
+        if value:
+            raise refuse(f"{name}={value}", reason)
+
+
+def cut(arguments: Mapping[str, Any], rows: Sequence[int], batch: int) -> dict[str, Any]:
+    """The arguments of a pass. Raises CapacityError for a tensor that has rows but is not known to be one per row."""
+    some: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] > 1:
+            if name not in PER_ROW or value.shape[0] != batch:
+                raise CapacityError(
+                    f"this batch must run in passes, and {name} {tuple(value.shape)} is not known to hold one entry for each "
+                    f"of its {batch} rows; split the batch, or raise max_loras"
+                )
+            value = value[torch.as_tensor(rows, device=value.device)]
+        some[name] = value
+    return some
+
+
+def merge(outputs: Sequence[Any], passes: Sequence[Sequence[int]]) -> Any:
+    """Outputs of the passes as one, rows in the batch's order: tensors, tuples, lists and ModelOutputs of them."""
+    first = outputs[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        for output, rows in zip(outputs, passes, strict=True):
+            if output.dim() == 0 or output.shape[0] != len(rows):
+                raise CapacityError(
+                    f"this batch must run in passes, whose outputs must have one entry per row, got {tuple(output.shape)} "
+                    f"for {len(rows)} rows; split the batch, or raise max_loras"
+                )
+        order = torch.as_tensor([row for rows in passes for row in rows], device=first.device)
+        return torch.cat(list(outputs))[order.argsort()]
+    if isinstance(first, Mapping) or is_dataclass(first):
+        return type(first)(**{k: merge([output[k] for output in outputs], passes) for k in first})
+    if isinstance(first, (tuple, list)):
+        return type(first)(merge(list(some), passes) for some in zip(*outputs, strict=True))
+    raise CapacityError(f"this batch must run in passes, whose outputs cannot be merged: {type(first).__name__}")
+
+
+def merge_sequences(outputs: Sequence[Tensor], passes: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """Generated ids [rows * n, length of each pass] as one tensor, short ones padded on the right."""
+    length = max(o.shape[1] for o in outputs)
+    padded = [torch.nn.functional.pad(o, (0, length - o.shape[1]), value=pad) for o in outputs]
+    per_row = [o.unflatten(0, (len(rows), -1)) for o, rows in zip(padded, passes, strict=True)]
+    return merge(per_row, passes).flatten(0, 1)

@@ -1,0 +1,68 @@
+"""What is registered and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .runtime import Runtime
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes taken by adapters. per_module: pools of rank rows on the device; slots: adapter in each (None: free)."""
+
+    per_module: dict[str, int]
+    device_bytes: int
+    host_bytes: int
+    rank_rows: int
+    rank_rows_used: int
+    slots: list[str | None]
+
+    def __str__(self) -> str:
+        used = sum(name is not None for name in self.slots)
+        return (
+            f"device {self.device_bytes / 2**20:.1f} MiB in {len(self.per_module)} modules "
+            f"({self.rank_rows_used} of {self.rank_rows} rank rows, {used} of {len(self.slots)} slots), "
+            f"host {self.host_bytes / 2**20:.1f} MiB"
+        )
+
+
+def memory_report(runtime: Runtime) -> MemoryReport:
+    """See MultiLoRAModel.memory_report."""
+    store = runtime.store
+    sites = {name: slots for name, (_, slots) in runtime.sites.items()}
+    names: list[str | None] = [None] * store.max_loras
+    for adapter_id, slot in store.slots.items():
+        names[slot] = store.catalogue.by_id(adapter_id).name
+    per_module = {name: slots.nbytes for name, slots in sites.items()}
+    return MemoryReport(
+        per_module=per_module,
+        device_bytes=sum(per_module.values()),
+        host_bytes=sum(e.host.nbytes for e in store.catalogue if e.host is not None),
+        rank_rows=sum(slots.rows.capacity for slots in sites.values()),
+        rank_rows_used=sum(slots.rows.used for slots in sites.values()),
+        slots=names,
+    )
+
+
+def list_adapters(runtime: Runtime) -> list[dict[str, Any]]:
+    """See MultiLoRAModel.list_adapters."""
+    store = runtime.store
+    return [
+        {
+            "name": e.name,
+            "id": e.id,
+            "source": e.source,
+            "base_model": e.base_model,
+            "digest": e.digest,
+            "max_rank": max(e.ranks.values()),
+            "modules": len(e.ranks),
+            "bytes": e.nbytes,
+            "on_device": e.id in store.slots,
+            "in_host_memory": e.host is not None,
+            "pinned": e.pinned,
+            "default": e.name == runtime.default,
+        }
+        for e in store.catalogue
+    ]

@@ -1,0 +1,159 @@
+"""Which adapter slot every row of the current call uses.
+
+One `Routing` object is shared by reference by the model and all its adapted layers. A request (a `generate`, a
+`forward`, an `adapters()` block) opens it with one slot per request row; each entry point of the model (the model
+itself, an encoder, a decoder) then states how many rows and tokens really arrive, and the request's rows are repeated
+to match. Layers only read. Everything a kernel needs is written once per change of (rows, slots), at addresses that
+stay while the number of rows stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .pool import BASE, Layout
+
+
+class RoutingError(RuntimeError):
+    """Rows that cannot be attributed to adapters."""
+
+
+@dataclass
+class Request:
+    """One open request. `factors`: how many rows of the model one request row may stand for (1, beams, ...)."""
+
+    slots: tuple[int, ...]
+    factors: set[int] = field(default_factory=lambda: {1})
+    ragged: bool = False  # slots are per token of one packed row, not per row
+
+
+class Routing:
+    """The rows of the current call -> slots.
+
+    rows    int         R, rows of the entry point being run (ragged: tokens of the packed row)
+    tokens  int | None  T, tokens per row where the entry point has them
+    active  bool        some row has an adapter
+    uniform int | None  the slot that all rows share, if they do: then any shape of input is attributed
+    order   int32 [R]   rows sorted by slot, base rows last
+    offsets int32 [slots + 1]  the rows of slot s are order[offsets[s]:offsets[s + 1]]
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.layouts: list[Layout] = []
+        self.standing = BASE
+        self.stack: list[Request] = []
+        self.rows = 0
+        self.tokens: int | None = None
+        self.ragged = False
+        self.order = torch.zeros(0, dtype=torch.int32)
+        self.offsets = torch.zeros(slots + 1, dtype=torch.int32)
+        self._written: tuple[int, ...] = ()
+        self._settle()
+
+    @property
+    def open(self) -> bool:
+        return bool(self.stack)
+
+    def _settle(self) -> None:
+        """State between requests: the standing adapter for everything, or the base."""
+        self.active = self.standing != BASE
+        self.uniform: int | None = self.standing if self.active else None
+        self.rows, self.tokens, self.ragged = 0, None, False
+
+    def stand(self, slot: int) -> None:
+        """What calls that name no adapter get: a slot, or BASE."""
+        self.standing = slot
+        if not self.stack:
+            self._settle()
+
+    def push(self, request: Request) -> None:
+        self.stack.append(request)
+        try:
+            self.enter(len(request.slots))
+        except BaseException:
+            self.stack.pop()
+            raise
+
+    def pop(self) -> None:
+        """Close the innermost request; the one around it, if any, is in force again with its own rows."""
+        self.stack.pop()
+        if self.stack:
+            self.enter(len(self.stack[-1].slots))
+        else:
+            self._settle()
+
+    def relayout(self, layouts: list[Layout]) -> None:
+        """Slots moved: take the new layouts and write the rows in force into them."""
+        self.layouts = layouts
+        if self.stack:
+            self._write(self._written)
+
+    def enter(self, rows: int, tokens: int | None = None, where: str = "the model") -> None:
+        """An entry point runs `rows` rows of `tokens` tokens; raises RoutingError where they do not fit the request."""
+        request = self.stack[-1]
+        n = len(request.slots)
+        if request.ragged:
+            if rows * (tokens or 1) != n and rows != n:
+                raise RoutingError(f"the packed row must hold {n} tokens, {where} got {rows} x {tokens}")
+            slots = request.slots
+        else:
+            factor = rows // n if n else 0
+            if factor * n != rows or factor not in request.factors:
+                raise RoutingError(
+                    f"the rows of a call must be the {n} rows of its adapter_names times one of "
+                    f"{sorted(request.factors)}, {where} got {rows} rows; pass one name (or None) per row"
+                )
+            slots = request.slots if factor == 1 else tuple(s for s in request.slots for _ in range(factor))
+        self.rows, self.tokens, self.ragged = len(slots), tokens, request.ragged
+        if slots != self._written:
+            self._write(slots)
+        present = set(slots)
+        self.active = present != {BASE} and bool(present)
+        self.uniform = slots[0] if self.active and len(present) == 1 else None
+
+    def _write(self, slots: tuple[int, ...]) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # buffers born in inference mode could never be written again
+            row_slots = torch.tensor(slots, dtype=torch.int32)
+            key = torch.where(row_slots == BASE, self.slots, row_slots)
+            order = torch.argsort(key, stable=True).to(torch.int32)
+            counts = torch.bincount(key, minlength=self.slots + 1)[: self.slots]
+            if self.order.shape != order.shape:
+                self.order = torch.empty_like(order)
+            self.order.copy_(order)
+            self.offsets[1:] = counts.cumsum(0)
+            present = frozenset(slots) - {BASE}
+            for layout in self.layouts:
+                layout.write(row_slots, present)
+        self._written = slots
+
+    def align(self, x: torch.Tensor, module: str, *, trailing: int = 1, flat: bool = False) -> torch.Tensor:
+        """`x` with its rows in front: [R, T, ...] of the same data, T tokens per row.
+
+        trailing: dimensions that belong to one token (1: features, 0: an id). flat: the module is known to get its
+        tokens flattened, row after row. Raises RoutingError where rows cannot be told.
+        """
+        tail = x.shape[x.dim() - trailing :]
+        lead = x.shape[: x.dim() - trailing]
+        if self.ragged:
+            if lead in ((1, self.rows), (self.rows,)):
+                return x.reshape(self.rows, 1, *tail)
+        elif lead and lead[0] == self.rows and not (flat and len(lead) == 1 and (self.tokens or 1) > 1):
+            return x.reshape(self.rows, -1, *tail)
+        elif flat and len(lead) == 1 and self.tokens is not None and lead[0] == self.rows * self.tokens:
+            return x.reshape(self.rows, self.tokens, *tail)
+        raise RoutingError(
+            f"{module}: the first dimension of its input must be the {self.rows} rows of this call, got shape "
+            f"{tuple(x.shape)}; its rows cannot be attributed to adapters. Run one adapter per call for this module"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry no request: they answer with the standing adapter."""
+        state = dict(self.__dict__, stack=[], _written=())
+        state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
+        state.update(rows=0, tokens=None, ragged=False)
+        return state

@@ -1,0 +1,229 @@
+"""Catalogue -> host memory -> device slots: two LRUs, pins, and what running calls use.
+
+The store knows nothing of layers: the model hands it a `Device`, which fills and empties slots.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from .catalogue import Catalogue, Entry, HostAdapter, UnknownAdapterError, check_name
+from .formats import Adapter, AdapterError
+
+
+class CapacityError(RuntimeError):
+    """More adapters than there are slots, or than the pins leave."""
+
+
+class AdapterInUseError(RuntimeError):
+    """A change to an adapter that a running call uses."""
+
+
+class Device(Protocol):
+    """Fills and empties the slots of all adapted modules."""
+
+    def fill(self, slot: int, host: HostAdapter) -> None: ...
+    def empty(self, slot: int) -> None: ...
+    def pack(self, adapter: Adapter) -> HostAdapter: ...
+
+
+@dataclass
+class AdapterStore:
+    """max_loras slots; at most max_cpu_loras adapters in host memory (None: host_bytes decides)."""
+
+    device: Device
+    max_loras: int
+    max_cpu_loras: int | None
+    host_bytes: int
+    catalogue: Catalogue = field(default_factory=Catalogue)
+    slots: OrderedDict[int, int] = field(default_factory=OrderedDict)  # id -> slot, least recently used first
+    hosted: OrderedDict[int, None] = field(default_factory=OrderedDict)  # id, least recently used first
+    loads: int = 0
+    evictions: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry no running calls."""
+        catalogue = Catalogue({e.name: replace(e, in_flight=0) for e in self.catalogue}, dict(self.catalogue.names))
+        catalogue.next_id = self.catalogue.next_id
+        return {k: v for k, v in self.__dict__.items() if k != "_lock"} | {"catalogue": catalogue}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+    # -- registration -------------------------------------------------------------------------------------------------
+    def register(self, name: str, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
+        """Add an adapter that was read; it takes a slot when a call first needs it."""
+        with self._lock:
+            check_name(name)
+            self.refuse_taken(name)
+            entry = self._entry(name, self.catalogue.next_id, adapter, reader)
+            self.catalogue.put(entry)
+            self._host(entry)
+            return entry
+
+    def refuse_taken(self, name: str) -> None:
+        """Raises ValueError where the name is taken."""
+        if name in self.catalogue:
+            raise ValueError(
+                f"an adapter named {name!r} is registered already (from {self.catalogue.entry(name).source}); choose "
+                f"another adapter_name, or pass load_inplace=True to replace its weights"
+            )
+
+    def replace(self, name: str, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
+        """New content under a registered name and its id; the slot is filled anew at the next use."""
+        with self._lock:
+            old = self.catalogue.entry(name)
+            self._require_idle(old, "replaced")
+            entry = self._entry(name, old.id, adapter, reader)
+            entry.pinned = old.pinned
+            self._free_slot(old)
+            self.hosted.pop(old.id, None)
+            self.catalogue.put(entry)
+            self._host(entry)
+            return entry
+
+    def delete(self, name: str) -> None:
+        with self._lock:
+            entry = self.catalogue.entry(name)
+            self._require_idle(entry, "deleted")
+            self._free_slot(entry)
+            self.hosted.pop(entry.id, None)
+            self.catalogue.drop(entry)
+
+    def pin(self, name: str) -> None:
+        """Keep the adapter in both tiers. Raises CapacityError where more would be pinned than there are slots."""
+        with self._lock:
+            entry = self.catalogue.entry(name)
+            pinned = [e.name for e in self.catalogue if e.pinned and e is not entry]
+            if len(pinned) >= self.max_loras:
+                raise CapacityError(
+                    f"at most max_loras={self.max_loras} adapters can be pinned, {pinned} are; unpin one or raise max_loras"
+                )
+            entry.pinned = True
+
+    def unpin(self, name: str) -> None:
+        with self._lock:
+            self.catalogue.entry(name).pinned = False
+
+    # -- residency ----------------------------------------------------------------------------------------------------
+    def room(self, wanted: Iterable[int]) -> int:
+        """How many distinct adapters a call that wants these can have in slots at once."""
+        wanted = set(wanted)
+        held = [e for e in self.catalogue if e.id not in wanted and (e.pinned or e.in_flight)]
+        return self.max_loras - len(held)
+
+    def acquire(self, ids: Iterable[int]) -> dict[int, int]:
+        """Bring adapters into slots and hold them there: id -> slot (the base has none). Undo with `release`.
+
+        Raises CapacityError where they do not fit beside what is pinned or in use. On any error nothing is held.
+        """
+        with self._lock:
+            wanted = list(dict.fromkeys(i for i in ids if i))
+            entries = [self.catalogue.by_id(i) for i in wanted]
+            room = self.room(wanted)
+            if len(wanted) > room:
+                raise CapacityError(
+                    f"{len(wanted)} distinct adapters must fit in {room} free slots (max_loras={self.max_loras}, the rest "
+                    f"is pinned or in use); raise max_loras to {self.max_loras + len(wanted) - room}"
+                )
+            for entry in entries:
+                entry.in_flight += 1
+            try:
+                for entry in entries:
+                    self._seat(entry)
+            except BaseException:
+                self.release(wanted)
+                raise
+            return {i: self.slots[i] for i in wanted}
+
+    def release(self, ids: Iterable[int]) -> None:
+        with self._lock:
+            for adapter_id in ids:
+                if adapter_id:
+                    self.catalogue.by_id(adapter_id).in_flight -= 1
+
+    def _seat(self, entry: Entry) -> None:
+        if entry.id in self.slots:
+            self.slots.move_to_end(entry.id)
+            if entry.host is not None:
+                self.hosted.move_to_end(entry.id)
+            return
+        host = self._host(entry)
+        taken = set(self.slots.values())
+        slot = next((s for s in range(self.max_loras) if s not in taken), None)
+        if slot is None:
+            victim = next(e for e in map(self.catalogue.by_id, self.slots) if not e.pinned and not e.in_flight)
+            slot = self.slots[victim.id]
+            self._free_slot(victim)
+            self.evictions += 1
+        try:
+            self.device.fill(slot, host)
+        except BaseException:
+            self.device.empty(slot)
+            raise
+        self.slots[entry.id] = slot
+        self.loads += 1
+
+    def _free_slot(self, entry: Entry) -> None:
+        slot = self.slots.pop(entry.id, None)
+        if slot is not None:
+            self.device.empty(slot)
+
+    # -- host memory --------------------------------------------------------------------------------------------------
+    def _entry(self, name: str, adapter_id: int, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
+        host = self.device.pack(adapter)
+        ranks = {module: a.shape[0] for module, (a, _) in host.factors.items()}
+        return Entry(
+            name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks, host.nbytes, adapter.config, reader,
+            host=host,
+        )  # fmt: skip
+
+    def _host(self, entry: Entry) -> HostAdapter:
+        """The adapter's host copy, read again from disk where it was dropped; makes room for it first."""
+        if entry.host is None:
+            assert entry.reader is not None
+            adapter = entry.reader()
+            if adapter.digest != entry.digest:
+                raise AdapterError(
+                    f"the files of adapter {entry.name!r} ({entry.source}) must be those it was registered with, they "
+                    f"changed; load_adapter(..., {entry.name!r}, load_inplace=True) takes the new ones"
+                )
+            entry.host = self.device.pack(adapter)
+        self.hosted[entry.id] = None
+        self.hosted.move_to_end(entry.id)
+        self._trim(keep=entry)
+        return entry.host
+
+    def _trim(self, keep: Entry) -> None:
+        """Drop least recently used host copies, and their slots with them, until the rest fits."""
+        for adapter_id in list(self.hosted):
+            if not self._over():
+                return
+            entry = self.catalogue.by_id(adapter_id)
+            if entry is keep or entry.pinned or entry.in_flight or entry.reader is None:
+                continue
+            self._free_slot(entry)
+            entry.host = None
+            del self.hosted[adapter_id]
+
+    def _over(self) -> bool:
+        if self.max_cpu_loras is not None:
+            return len(self.hosted) > self.max_cpu_loras
+        held = sum(self.catalogue.by_id(i).nbytes for i in self.hosted)
+        return len(self.hosted) > self.max_loras and held > self.host_bytes
+
+    @staticmethod
+    def _require_idle(entry: Entry, verb: str) -> None:
+        if entry.in_flight:
+            raise AdapterInUseError(f"adapter {entry.name!r} must not be {verb} while a call uses it; wait for the call to end")
+
+
+__all__ = ["AdapterInUseError", "AdapterStore", "CapacityError", "UnknownAdapterError"]
