@@ -14,7 +14,9 @@ from tests.tree import LINKED, PACKAGE, ROOT, git_files, module_name, package_fi
 MAX_LINES = 300
 
 # What a unit (a folder or a module of the package) may import besides itself. Imports run downhill only: every unit
-# named on the right must have its own row further up.
+# named on the right has its own row further up.
+BELOW_LAYERS = {"kernels", "patches", "pool", "parallel", "routing"}
+BELOW_MODEL = {"config", "formats", "catalogue", "store", "layers", "entry", *BELOW_LAYERS}
 EDGES: dict[str, set[str]] = {
     "config": set(),
     "kernels": set(),
@@ -22,13 +24,23 @@ EDGES: dict[str, set[str]] = {
     "pool": set(),
     "parallel": set(),
     "routing": {"pool"},
+    "entry": {"routing"},
     "formats": set(),
-    "layers": {"kernels", "routing", "parallel", "pool", "patches"},
-    "store": {"formats", "pool"},
-    "collator": set(),
-    "model": {"config", "kernels", "patches", "pool", "parallel", "routing", "formats", "layers", "store", "collator"},
-    "__init__": {"config", "routing", "formats", "store", "collator", "model"},
+    "layers": BELOW_LAYERS,
+    "catalogue": {"formats"},
+    "collator": {"catalogue"},
+    "store": {"catalogue", "formats", "pool"},
+    "passes": {"store"},
+    "runtime": BELOW_MODEL,
+    "calls": {"entry", "passes", "routing", "runtime"},
+    "reports": {*BELOW_MODEL, "runtime"},
+    "verify": {*BELOW_MODEL, "runtime", "calls", "reports"},
+    "model": {*BELOW_MODEL, "runtime", "calls", "reports", "verify", "collator"},
+    "loading": {*BELOW_MODEL, "runtime", "model"},
+    "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }
+# The one way uphill: inside a function, where a method of the model hands over to the module that makes models.
+IN_FUNCTIONS = {"model": {"loading"}}
 ABOVE = ("integrations", "cli", "server")  # these may import everything, and nothing may import them
 
 # Third-party packages by unit; without a row: the declared dependencies. What stands above the model may import any.
@@ -42,22 +54,26 @@ def unit_of(dotted: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imported(source: str, place: str) -> list[tuple[int, str]]:
-    """(line, absolute dotted name) of every import in a file, wherever in the file it stands."""
+def imported(source: str, place: str) -> list[tuple[int, str, bool]]:
+    """(line, absolute dotted name, whether inside a function) of every import in a file."""
     here = place.removesuffix(".py").split("/")[:-1]
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    found = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else []
-            base = base + (node.module.split(".") if node.module else [])
-            if base == [PACKAGE]:  # from . import pool: the name may be a unit or a public name of the package
-                names = [alias.name for alias in node.names]
-                known = {*EDGES, *ABOVE}
-                found += [(node.lineno, f"{PACKAGE}.{name}" if name in known else PACKAGE) for name in names]
-            else:
-                found.append((node.lineno, ".".join(base)))
+            name = ".".join(base + (node.module.split(".") if node.module else []))
+            names = [name]
+            if name == PACKAGE:  # from . import pool: a unit, or else a public name of the package
+                units = {*EDGES, *ABOVE}
+                names = [f"{name}.{alias.name}" if alias.name in units else name for alias in node.names]
+        else:
+            continue
+        found += [(node.lineno, name, id(node) in inside) for name in names]
     return found
 
 
@@ -68,10 +84,10 @@ def violations(source: str, place: str) -> list[str]:
         return []
     if unit not in EDGES:
         return [f"{place}: unit {unit!r} has no row in EDGES"]
-    allowed = {unit, *EDGES[unit]}
     external = EXTERNAL.get(unit, DEPENDENCIES)
     found = []
-    for line, name in imported(source, place):
+    for line, name, in_function in imported(source, place):
+        allowed = {unit} | EDGES[unit] | (IN_FUNCTIONS.get(unit, set()) if in_function else set())
         top = name.split(".")[0]
         if top in LINKED:
             found.append(f"{place}:{line}: {name} must be reached as {PACKAGE}.{name}")
@@ -109,6 +125,8 @@ def test_imports_run_downhill() -> None:
         ("hf_multilora/kernels/ops.py", "import numpy as np", "kernels must not import the package numpy"),
         ("hf_multilora/patches/dbrx.py", "from peft import PeftModel", "patches must not import the package peft"),
         ("hf_multilora/model.py", "from kernels.ops import shrink", "must be reached as hf_multilora.kernels.ops"),
+        ("hf_multilora/model.py", "from .loading import load", "model must not import loading"),
+        ("hf_multilora/store.py", "def f():\n    from .loading import load", "store must not import loading"),
         ("hf_multilora/model.py", "import pandas", "model must not import the package pandas"),
         ("hf_multilora/helpers.py", "import torch", "'helpers' has no row in EDGES"),
     ],
@@ -126,6 +144,7 @@ def test_a_forbidden_import_is_reported(place: str, source: str, reported: str) 
             "from ..kernels.ops import shrink\nfrom .base import Slots\nimport math",
         ),
         ("hf_multilora/model.py", "from . import pool, store\nfrom .layers import wrap"),
+        ("hf_multilora/model.py", "def f():\n    from .loading import load"),
         ("hf_multilora/integrations/ray.py", "import ray\nfrom ..model import MultiLoRAModel"),
     ],
 )
