@@ -90,8 +90,9 @@ class Routing:
     def relayout(self, layouts: list[Layout]) -> None:
         """Slots moved: take the new layouts and write the rows in force into them."""
         self.layouts = layouts
+        written, self._written = self._written, ()  # what was written went to the old layouts
         if self.stack:
-            self._write(self._written)
+            self._write(written)
 
     def enter(self, rows: int, tokens: int | None = None, where: str = "the model") -> None:
         """An entry point runs `rows` rows of `tokens` tokens; raises RoutingError where they do not fit the request."""

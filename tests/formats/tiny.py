@@ -129,5 +129,5 @@ def rename_keys(folder: Path, rename: Callable[[str], str]) -> None:
     edit_weights(folder, lambda tensors: {rename(key): tensor for key, tensor in tensors.items()})
 
 
-def read(folder: Path, model: Any, **settings: Any) -> Adapter:
+def read(folder: Path | str, model: Any, **settings: Any) -> Adapter:
     return read_adapter(folder, shapes(model), base_prefix=model.base_model_prefix, **settings)
