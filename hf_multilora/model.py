@@ -18,7 +18,8 @@ from .runtime import Reader, Runtime
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .reports import MemoryReport, VerifyReport
+    from .reports import MemoryReport
+    from .verify import VerifyReport
 
 
 class MultiLoRAModel:

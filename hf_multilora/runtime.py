@@ -89,6 +89,9 @@ class Runtime:
         """id(module) -> its first path: a module reached by two paths has one site."""
         return {id(module): name for name, module in self.model.named_modules()}
 
+    def first_path(self, name: str) -> str:
+        return self.paths()[id(self.model.get_submodule(name))]
+
     def adapt(self, names: Sequence[str]) -> None:
         """Give the modules rank rows (none yet); modules that have them are left alone."""
         census = self.census()

@@ -43,6 +43,7 @@ BROKEN_PICKLE = (
     OverflowError,
     MemoryError,
     ImportError,
+    OSError,  # a seek to a place that a damaged file names
     struct.error,
 )
 
@@ -183,13 +184,14 @@ def open_tensors(source: str, path: Path) -> Iterator[Mapping[str, torch.Tensor]
         with handle:
             yield LazyTensors(source, handle)
         return
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except BROKEN_PICKLE as error:
-        raise AdapterError(
-            f"{source}: {path.name} must be a plain dictionary of tensors that loads with weights_only=True; it is "
-            f"damaged or would run code, and is not loaded: {error}; ask its author for {SAFETENSORS}"
-        ) from error
+    with path.open("rb") as stream:
+        try:
+            tensors = torch.load(stream, map_location="cpu", weights_only=True)
+        except BROKEN_PICKLE as error:
+            raise AdapterError(
+                f"{source}: {path.name} must be a plain dictionary of tensors that loads with weights_only=True; it is "
+                f"damaged or would run code, and is not loaded: {error}; ask its author for {SAFETENSORS}"
+            ) from error
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
     ):
