@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_multilora.formats import Adapter, ModuleShape, read_adapter
 
+Tensors = dict[str, torch.Tensor]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHARED = {"shared": ("encoder.embed_tokens", "decoder.embed_tokens")}
 
@@ -25,6 +26,12 @@ def llama(**changes: Any) -> tf.LlamaForCausalLM:
     settings = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
     settings |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
     return tf.LlamaForCausalLM(tf.LlamaConfig(**(settings | changes)))
+
+
+def same_llama(**changes: Any) -> tf.LlamaForCausalLM:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return llama(**changes)
 
 
 def gpt2() -> tf.GPT2LMHeadModel:
@@ -120,9 +127,17 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / CONFIG).write_text(json.dumps(config | changes))
 
 
-def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def edit_weights(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     tensors = change(load_file(folder / WEIGHTS))
-    save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {key: tensor.clone().contiguous() for key, tensor in tensors.items()},
+        folder / WEIGHTS,
+        metadata={"format": "pt"},
+    )
+
+
+def changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {key: change(tensors[key])}
 
 
 def rename_keys(folder: Path, rename: Callable[[str], str]) -> None:
@@ -131,3 +146,9 @@ def rename_keys(folder: Path, rename: Callable[[str], str]) -> None:
 
 def read(folder: Path | str, model: Any, **settings: Any) -> Adapter:
     return read_adapter(folder, shapes(model), base_prefix=model.base_model_prefix, **settings)
+
+
+def to_pickle(folder: Path, name: str) -> None:
+    """Turn the adapter's safetensors file into a pickle of that name."""
+    torch.save(load_file(folder / WEIGHTS), folder / name)
+    (folder / WEIGHTS).unlink()
