@@ -48,4 +48,4 @@ bench: $(DEMO_INSTALLED)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
-	find hf_multilora kernels patches tests examples -type d -name __pycache__ -prune -exec rm -rf {} +
+	find $(wildcard $(PATHS)) -type d -name __pycache__ -prune -exec rm -rf {} +
