@@ -45,14 +45,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=40, help="length of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
 
+    if args.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     pairs = [text.partition("=") for text in args.adapter or ()]
     args.adapters = {name: path for name, _, path in pairs}
     if len(args.adapters) < len(pairs) or not all(name and path for name, _, path in pairs):
         parser.error(f"each --adapter must be NAME=PATH with a NAME of its own, got {', '.join(args.adapter)}")
     if not pairs and args.model not in (None, NAME):
         parser.error(
-            f"the adapters in examples/adapters fit {NAME} only. With --model {args.model}, name some of its own by "
-            f"--adapter NAME=PATH; python examples/train_adapters.py --base {args.model} --adapters-out DIR trains three"
+            f"the adapters in examples/adapters fit {NAME} only. With --model {args.model}, name some for it by "
+            f"--adapter NAME=PATH; python examples/train_adapters.py --base {args.model} --adapters-out DIR makes some"
         )
     args.adapters = args.adapters or {folder.name: str(folder) for folder in sorted(ADAPTERS.iterdir())}
     args.prompts = args.prompt or PROMPTS
