@@ -18,6 +18,7 @@ from .config import MultiLoRAConfig
 from .entry import parameter_names
 from .formats import Adapter, ModuleShape, read_adapter
 from .layers import ModuleSlots, take_census, unwrap, wrap
+from .layers.augmented import settle
 from .layers.slots import home_of
 from .patches.facts import Facts
 from .pool import BASE, Layout
@@ -277,6 +278,8 @@ class Runtime:
             slots = self.store.acquire(ids)
             try:
                 self.refresh()
+                for module, site in self.sites.values():
+                    settle(module, site)
                 self.routing.push(Request(tuple(slots.get(i, BASE) for i in ids), ragged=ragged))
                 try:
                     yield

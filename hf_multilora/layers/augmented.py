@@ -1,14 +1,19 @@
 """The augmented weight: one buffer [W ; A] per linear, so that one matmul gives `W x` and every `A x`.
 
-`weight.data` becomes a view of the buffer's first N rows: the same Parameter, so tying, names and optimizers' references
-hold. Whoever replaces the data (`.to`, `load_state_dict(assign=True)`, an assignment) is noticed by the address, at the
-next call, and the weight is laid anew. The buffer is no registered buffer, and `state_dict` exports clones.
+`weight.data` becomes a view of the buffer's first N rows: the same Parameter, so tying, names and optimizers'
+references hold. Whoever replaces the data (`.to`, `load_state_dict(assign=True)`, an assignment) is noticed by the
+address, at the next call, and the weight is laid anew; a traced call cannot read addresses, so `settle` looks when a
+request opens. The buffer is no registered buffer, and `state_dict` exports clones.
+
+`slots.laid` says that A lies in the buffer too. Where A went elsewhere (the pool grew), `laid` is False and the buffer
+is kept until the weight is laid anew or leaves it: while the weight lies in it, copies must not carry its other rows.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
 from .slots import ModuleSlots
 
@@ -21,13 +26,17 @@ def can_lay(module: nn.Module, slots: ModuleSlots) -> bool:
         and isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and type(weight) is nn.Parameter
-        and not weight.is_meta
+        and not (weight.is_meta or weight.is_inference())
         and weight.dtype == slots.a.dtype
         and weight.device == slots.a.device
         and weight.is_floating_point()
         and tuple(weight.shape) == (slots.out_features, slots.in_features)
-        and (module.bias is None or (type(module.bias) is nn.Parameter and module.bias.dtype == weight.dtype))
+        and (module.bias is None or _goes_with(module.bias, weight))
     )
+
+
+def _goes_with(bias: object, weight: nn.Parameter) -> bool:
+    return type(bias) is nn.Parameter and bias.dtype == weight.dtype and bias.device == weight.device
 
 
 def plain_call(module: nn.Module) -> bool:
@@ -38,16 +47,28 @@ def plain_call(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+        or nn_module._global_backward_hooks
+        or nn_module._global_backward_pre_hooks
     )
 
 
 def is_laid(module: nn.Module, slots: ModuleSlots) -> bool:
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
-    if slots.buffer is None or weight is None or weight.data_ptr() != slots.buffer.data_ptr():
+    """Whether weight, bias and A all lie in the buffers."""
+    return slots.laid and _both_lie(module, slots)
+
+
+def _both_lie(module: nn.Module, slots: ModuleSlots) -> bool:
+    if not _lies_in(module._parameters.get("weight"), slots.buffer):
         return False
-    if bias is None:
-        return slots.bias_buffer is None
-    return slots.bias_buffer is not None and bias.data_ptr() == slots.bias_buffer.data_ptr()
+    bias = module._parameters.get("bias")
+    return slots.bias_buffer is None if bias is None else _lies_in(bias, slots.bias_buffer)
+
+
+def _lies_in(parameter: Tensor | None, buffer: Tensor | None) -> bool:
+    """Whether the parameter is the first rows of the buffer."""
+    return parameter is not None and buffer is not None and parameter.data_ptr() == buffer.data_ptr()
 
 
 def lay(module: nn.Linear, slots: ModuleSlots) -> None:
@@ -62,20 +83,25 @@ def lay(module: nn.Linear, slots: ModuleSlots) -> None:
             bias[:n] = module.bias
             module.bias.data = bias[:n]
         module.weight.data = buffer[:n]
-    slots.a, slots.buffer, slots.bias_buffer = buffer[n:], buffer, bias
+    slots.a, slots.buffer, slots.bias_buffer, slots.laid = buffer[n:], buffer, bias, True
 
 
 def unlay(module: nn.Module, slots: ModuleSlots) -> None:
     """Give weight and bias storage of their own again."""
-    if slots.buffer is not None and is_laid(module, slots):
-        with torch.inference_mode(False), torch.no_grad():
-            for name in ("weight", "bias"):
-                parameter = module._parameters[name]
-                if parameter is not None:
-                    parameter.data = parameter.data.clone()
-    if slots.buffer is not None:
-        slots.a = slots.a.clone()
-    slots.buffer = slots.bias_buffer = None
+    with torch.inference_mode(False), torch.no_grad():
+        for name, buffer in (("weight", slots.buffer), ("bias", slots.bias_buffer)):
+            parameter = module._parameters.get(name)
+            if parameter is not None and _lies_in(parameter, buffer):
+                parameter.data = parameter.data.clone()
+        if slots.laid:
+            slots.a = slots.a.clone()
+    slots.buffer, slots.bias_buffer, slots.laid = None, None, False
+
+
+def settle(module: nn.Module, slots: ModuleSlots) -> None:
+    """Before calls that may be traced, and after the module moved: let go of a buffer that weight or bias has left."""
+    if slots.buffer is not None and not _both_lie(module, slots):
+        unlay(module, slots)
 
 
 def ready(module: nn.Module, slots: ModuleSlots) -> bool:
@@ -83,10 +109,11 @@ def ready(module: nn.Module, slots: ModuleSlots) -> bool:
 
     While gradients of the weight are wanted the buffer, which is no Parameter, is not used.
     """
-    if torch.is_grad_enabled() and module._parameters["weight"].requires_grad:  # type: ignore[union-attr]
+    weight = module._parameters.get("weight")  # None: parametrized
+    if weight is None or (torch.is_grad_enabled() and weight.requires_grad):
         return False
     if torch.compiler.is_compiling():  # addresses cannot be read while tracing: `settle` ran before
-        return slots.buffer is not None and plain_call(module)
+        return slots.laid and plain_call(module)
     if not plain_call(module):
         return False
     if not is_laid(module, slots):

@@ -32,11 +32,9 @@ class LoraLayer:
             MIXINS[kind] = cls
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        lora = self._lora
-        if lora.buffer is not None:
-            lora.a = lora.a.clone()  # the buffer's weight rows are about to be left behind
         super()._apply(fn, recurse)  # type: ignore[misc]
-        lora.apply(fn, self)  # type: ignore[arg-type]
+        self._lora.apply(fn)
+        augmented.settle(self, self._lora)  # type: ignore[arg-type]
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -47,6 +45,15 @@ class LoraLayer:
             tensor: Tensor | None = destination.get(prefix + name)
             if tensor is not None:
                 destination[prefix + name] = tensor.clone()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled weight brings the whole buffer it lay in; give it storage of its own."""
+        super().__setstate__(state)  # type: ignore[misc]
+        if state["_lora"].tied:  # never laid
+            return
+        for parameter in self._parameters.values():  # type: ignore[attr-defined]
+            if type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.data.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through (base class, mixin): the mixed class has no import path of its own."""
@@ -78,8 +85,18 @@ def wrap(module: nn.Module, kind: str, slots: ModuleSlots) -> None:
     module.__class__ = mix(MIXINS[kind], type(module))
 
 
+def require_unwrappable(module: nn.Module) -> None:
+    """Raises RuntimeError where someone else changed the module's class after it was adapted."""
+    if LoraLayer not in type(module).__bases__[0].__bases__:
+        raise RuntimeError(
+            f"{module._lora.name}: its class must be the one it was adapted with, it became "  # type: ignore[union-attr]
+            f"{type(module).__name__}; undo that first (torch.nn.utils.parametrize.remove_parametrizations)"
+        )
+
+
 def unwrap(module: nn.Module) -> None:
     """Give `module` back exactly as it was: class, storage of its own, no attribute left."""
+    require_unwrappable(module)
     augmented.unlay(module, module._lora)  # type: ignore[arg-type]
     module.__class__ = type(module).__bases__[1]
     del module.__dict__["_lora"]

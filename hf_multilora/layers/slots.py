@@ -36,6 +36,7 @@ class ModuleSlots:
         self.b = torch.zeros(0, out_features)
         self.buffer: Tensor | None = None  # [N + P, K] while the weight is laid with A: see augmented.py
         self.bias_buffer: Tensor | None = None  # [N + P]
+        self.laid = False  # A lies in the buffer too
 
     @property
     def nbytes(self) -> int:
@@ -84,17 +85,19 @@ class ModuleSlots:
             b = torch.zeros(capacity, self.out_features, device=device, dtype=dtype)
             end = self.rows.end
             a[:end], b[:end] = self.a[:end], self.b[:end]
-        self.a, self.b, self.rows.capacity = a, b, capacity
-        self.buffer = self.bias_buffer = None
+        self.a, self.b, self.rows.capacity, self.laid = a, b, capacity, False
 
     def place(self, slot: int, r: int) -> tuple[Tensor, Tensor]:
         """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must."""
         start = self.rows.allocate(slot, r)
         if start is None:
+            end = self.rows.end
             with torch.no_grad():
                 for old, new, width in self.rows.compact():
                     for rows in (self.a, self.b):
                         rows[new : new + width] = rows[old : old + width].clone()
+                for rows in (self.a, self.b):  # what was moved is not left behind as well
+                    rows[self.rows.end : end].zero_()
             start = self.rows.allocate(slot, r)
         if start is None:
             raise RuntimeError(
@@ -119,20 +122,19 @@ class ModuleSlots:
         spans = tuple(sorted((slot, start, r) for slot, (start, r) in self.rows.spans.items()))
         return spans, bucket(self.rows.end, self.rows.capacity), self.a.device
 
-    def apply(self, fn: Any, module: nn.Module) -> None:
+    def apply(self, fn: Any) -> None:
         """Follow the module to another device or dtype (`nn.Module._apply`)."""
         with torch.inference_mode(False), torch.no_grad():
             a, b = fn(self.a), fn(self.b)
             if self.fixed_dtype is not None:
                 a, b = a.to(self.fixed_dtype), b.to(self.fixed_dtype)
             if a is not self.a:
-                self.a = a.clone() if a.data_ptr() == self.a.data_ptr() else a
-                self.buffer = self.bias_buffer = None
+                self.a, self.laid = a.clone() if a.data_ptr() == self.a.data_ptr() else a, False
             self.b = b
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rank rows, not the weight they are laid with; it is laid anew at the next call."""
-        return dict(self.__dict__, a=self.a.detach().clone(), buffer=None, bias_buffer=None)
+        return dict(self.__dict__, a=self.a.detach().clone(), buffer=None, bias_buffer=None, laid=False)
 
 
 def home_of(module: nn.Module, weight: Tensor | None) -> torch.device:
