@@ -50,8 +50,9 @@ class Routing:
         self.rows = 0
         self.tokens: int | None = None
         self.ragged = False
-        self.order = torch.zeros(0, dtype=torch.int32)
-        self.offsets = torch.zeros(slots + 1, dtype=torch.int32)
+        with torch.inference_mode(False):  # tensors born in inference mode could never be written outside it
+            self.order = torch.zeros(0, dtype=torch.int32)
+            self.offsets = torch.zeros(slots + 1, dtype=torch.int32)
         self._written: tuple[int, ...] = ()
         self._settle()
 

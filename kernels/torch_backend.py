@@ -57,4 +57,5 @@ def expand_gated(y: Tensor, h: Tensor, b: Tensor, closed: Tensor) -> Tensor:
 def add_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """y + B^T (A x) where all rows share one adapter: y [..., N], x [..., K], a [r, K], b [r, N]."""
     h = torch.matmul(x.to(a.dtype), a.t())
-    return torch.addmm(y.flatten(0, -2), h.flatten(0, -2).to(y.dtype), b.to(y.dtype)).view(y.shape)
+    flat = torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]).to(y.dtype), b.to(y.dtype))
+    return flat.view(y.shape)

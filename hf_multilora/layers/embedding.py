@@ -25,7 +25,7 @@ class LoraEmbedding(LoraLayer, kind="embedding"):
         scale = getattr(self, "embed_scale", 1.0)  # Gemma: a buffer, BART: a float
         if path == ONE:
             a, b = slots.own()
-            return y + _look_up(a, ids, b) * scale
+            return y + (_look_up(a, ids, b) * scale).to(y.dtype)
         if ids.dim() == 2 and ids.shape[0] == 1 and slots.routing.rows > 1 and not slots.routing.ragged:
             ids = ids.expand(slots.routing.rows, -1)  # positions shared by all rows: each row gets its own table
             y = y.expand(slots.routing.rows, -1, -1)
