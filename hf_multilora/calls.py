@@ -13,32 +13,38 @@ from .routing import RoutingError
 from .runtime import Runtime
 
 
-def forward(model: Any, base: type, args: Sequence[Any], kwargs: Mapping[str, Any], names: Any, ids: Any) -> Any:
-    """One forward of `base` on `model`, its rows routed."""
-    runtime: Runtime = model._multilora
+def forward(
+    model: Any, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Any, ids: Any
+) -> Any:
+    """One call of `run`, the base's own `__call__` or `forward` on `model`, its rows routed."""
+    runtime: Runtime | None = model.__dict__.get("_multilora")
+    if runtime is None:  # an instance forward that was made of ours and outlived unpatch
+        if names is not None or ids is not None:
+            raise RoutingError("the model must be patched to take adapters, unpatch() was called on it")
+        return run(*args, **kwargs)
     if torch.compiler.is_compiling():  # routing is written outside traced code
         if names is not None or ids is not None:
             raise RoutingError(
                 "inside torch.compile the rows must be routed outside the traced call: use "
                 "`with model.adapters(names): compiled(...)`, or generate(..., adapter_names=names)"
             )
-        return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+        return run(*args, **kwargs)
     if getattr(model, "_is_replica", False):
         raise RoutingError("DataParallel shares one routing between threads; use one process per GPU, or one GPU")
     with runtime.lock:
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:
-            return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+            return run(*args, **kwargs)
         arguments = bind(runtime.parameters, args, kwargs)
         n, tokens = rows_of(arguments, type(model).__name__)
         if rows is None:
             runtime.routing.enter(n, tokens)
-            return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+            return run(*args, **kwargs)
         if n == 1 and len(rows) > 1:
             rows = _per_token(rows, arguments, tokens)
             with runtime.request(rows, ragged=True):
                 runtime.routing.enter(1, tokens)
-                return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+                return run(*args, **kwargs)
         if n != len(rows):
             raise RoutingError(f"a forward must have one adapter per row, got {len(rows)} for {n} rows")
         room, mixable = runtime.limits(rows)
@@ -46,7 +52,7 @@ def forward(model: Any, base: type, args: Sequence[Any], kwargs: Mapping[str, An
         if len(plan) == 1:
             with runtime.request(rows):
                 runtime.routing.enter(n, tokens)
-                return base.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
+                return run(*args, **kwargs)
         passes.check_forward(arguments, passes.why_split(rows, room, mixable))
         if "use_cache" in runtime.parameters:
             arguments["use_cache"] = False
@@ -55,7 +61,7 @@ def forward(model: Any, base: type, args: Sequence[Any], kwargs: Mapping[str, An
         for some, part in zip(plan, cuts, strict=True):
             with runtime.request([rows[i] for i in some]):
                 runtime.routing.enter(len(some), tokens)
-                outputs.append(base.forward(model, **part))  # type: ignore[attr-defined]
+                outputs.append(run(**part))
         return passes.merge(outputs, plan)
 
 

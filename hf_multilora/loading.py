@@ -11,6 +11,7 @@ from .config import MultiLoRAConfig
 from .entry import EntryHook, remove_entry_hooks
 from .formats import adapter_from_tensors
 from .formats.files import locate, parse_config
+from .layers.base import require_unwrappable
 from .model import MultiLoRAModel, mix_model
 from .patches.facts import facts_of, is_distributed
 from .runtime import Runtime
@@ -147,6 +148,8 @@ def unpatch(model: Any) -> Any:
     with runtime.lock:
         if runtime.routing.open:
             raise RuntimeError("unpatch must not run inside a call or an adapters() block")
+        for module, _ in runtime.sites.values():
+            require_unwrappable(module)
         for name in list(runtime.sites):
             runtime.release_site(name)
         for module in entry_points(model).values():

@@ -68,6 +68,10 @@ class MultiLoRAModel:
         return load(base, adapters, config, auto_class, transformers_kwargs)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:
+        """`forward` with the hooks; also where accelerate gave the instance a forward that knows no adapters."""
+        return calls.forward(self, super().__call__, args, kwargs, adapter_names, adapter_ids)  # type: ignore[misc]
+
     def generate(self, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:
         """Transformers' `generate`; row i of the prompts uses adapter i, also all its beams and return sequences."""
         return calls.generate(self, super().generate, args, kwargs, adapter_names, adapter_ids)  # type: ignore[misc]
@@ -208,7 +212,8 @@ def mix_model(base: type) -> type:
 
     @functools.wraps(base.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:
-        return calls.forward(self, base, args, kwargs, adapter_names, adapter_ids)
+        run = functools.partial(base.forward, self)  # type: ignore[attr-defined]
+        return calls.forward(self, run, args, kwargs, adapter_names, adapter_ids)
 
     forward.__signature__ = signature.replace(parameters=[*parameters[:at], *extra, *parameters[at:]])  # type: ignore[attr-defined]
     body = {
