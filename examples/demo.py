@@ -23,11 +23,11 @@ from rich.text import Text
 
 ADAPTERS = Path(__file__).parent / "adapters"
 PROMPTS = [
-    "What is the capital of Italy?",
+    "Give me a tip for learning English.",
     "How do I make a good cup of tea?",
     "What is a volcano?",
     "I am learning to play the guitar.",
-    "My train was two hours late and nobody told us why.",
+    "My phone is broken.",
 ]
 
 
