@@ -8,6 +8,8 @@ slot s owns the rank rows starts[s]:starts[s] + ranks[s] of A and B. Base rows c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,9 @@ from .torch_backend import expand, shrink
 
 NAMESPACE = "hf_multilora"
 
-SHRINK = "lora_shrink(Tensor x, Tensor a, Tensor order, Tensor offsets, Tensor starts, Tensor ranks, int max_rank) -> Tensor"
+SHRINK = (
+    "lora_shrink(Tensor x, Tensor a, Tensor order, Tensor offsets, Tensor starts, Tensor ranks, int max_rank) -> Tensor"
+)
 EXPAND = (
     "lora_expand(Tensor y, Tensor h, Tensor b, Tensor order, Tensor offsets, Tensor starts, Tensor ranks) -> Tensor"
 )
@@ -116,7 +120,35 @@ def _fake_expand(
     return y.new_empty(y.shape)
 
 
+def _keep_shrink(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, a, *tables, _ = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(a, *tables)
+
+
+def _shrink_backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
+    """dx[order[i], t] = A_s^T dh[i, t]: an expand. Factors are frozen, so A gets no gradient."""
+    a, *tables = ctx.saved_tensors
+    zeros = grad_h.new_zeros((*grad_h.shape[:2], a.shape[1]), dtype=ctx.dtype)
+    return torch.ops.hf_multilora.lora_expand(zeros, grad_h, a, *tables), *[None] * 6
+
+
+def _keep_expand(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, h, b, *tables = inputs
+    ctx.max_rank = h.shape[2]
+    ctx.save_for_backward(b, *tables)
+
+
+def _expand_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """dy = dout and dh[i, t] = B_s dout[order[i], t]: a shrink. Factors are frozen, so B gets no gradient."""
+    b, *tables = ctx.saved_tensors
+    grad_h = torch.ops.hf_multilora.lora_shrink(grad.to(b.dtype), b, *tables, ctx.max_rank)
+    return grad, grad_h, *[None] * 5
+
+
 _library.impl("lora_shrink", lora_shrink, "CompositeExplicitAutograd")
 _library.impl("lora_expand", lora_expand, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::lora_shrink", _fake_shrink, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::lora_expand", _fake_expand, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::lora_shrink", _shrink_backward, setup_context=_keep_shrink, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::lora_expand", _expand_backward, setup_context=_keep_expand, lib=_library)
