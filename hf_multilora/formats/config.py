@@ -13,9 +13,7 @@ from hf_multilora.formats.base import AdapterError
 
 logger = logging.getLogger(__name__)
 
-# Defaults of PEFT 0.21 for keys that an old config lacks.
-DEFAULT_RANK = 8
-DEFAULT_ALPHA = 8
+DEFAULTS = {"r": 8, "lora_alpha": 8}  # of PEFT 0.21, for configs that lack them
 
 RETRAIN = "retrain without it, or merge the adapter into its own copy of the base"
 CONVERT = (
@@ -157,11 +155,14 @@ def parse_settings(source: str, config: Mapping[str, Any]) -> LoraSettings:
     for key, value in config.items():
         if key not in known and value:
             logger.warning("%s: unknown setting %s=%r in the adapter's config is ignored", source, key, value)
+    for key, value in DEFAULTS.items():
+        if key not in config:
+            logger.warning("%s: the adapter's config has no %s; PEFT's default %s is used", source, key, value)
     to_save = config.get("modules_to_save") or ()
     base = config.get("base_model_name_or_path")
     return LoraSettings(
-        r=_rank(source, "r", config.get("r", DEFAULT_RANK)),
-        alpha=_number(source, "lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
+        r=_rank(source, "r", config.get("r", DEFAULTS["r"])),
+        alpha=_number(source, "lora_alpha", config.get("lora_alpha", DEFAULTS["lora_alpha"])),
         rslora=bool(config.get("use_rslora", False)),
         rank_pattern=_patterns(source, config, "rank_pattern", _rank),
         alpha_pattern=_patterns(source, config, "alpha_pattern", _number),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
 
 from hf_multilora.formats import AdapterError, adapter_from_tensors
 from tests.formats import tiny
@@ -29,6 +29,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     # an early general pattern hides a later special one, and a special one in front does not
     "first pattern wins": (tiny.llama, {"alpha_pattern": {r".*_proj": 5, "q_proj": 9}}),
     "special first": (tiny.llama, {"alpha_pattern": {r"layers\.0\..*": 5, "q_proj": 9}}),
+    # a pattern is for whole components up to the end of the name
+    "near misses": (tiny.llama, {"alpha_pattern": {"proj": 50, "q_pro": 60, r"layers\.1": 70, "v_proj": 9}}),
     "regex targets": (tiny.llama, {"target_modules": r".*\.[02]\.self_attn\.(q|o)_proj"}),
     "all-linear": (tiny.llama, {"target_modules": "all-linear"}),
     "layers_to_transform": (tiny.llama, {"layers_to_transform": [0, 2]}),
@@ -207,3 +209,14 @@ def test_configs_that_peft_writes_today_warn_of_nothing(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING, logger="hf_multilora"):
         tiny.read(tmp_path, tiny.llama())
     assert not caplog.text
+
+
+def test_settings_that_a_config_lacks_are_pefts_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny.save(tiny.llama(), tmp_path)
+    config = json.loads((tmp_path / tiny.CONFIG).read_text())
+    del config["lora_alpha"]
+    (tmp_path / tiny.CONFIG).write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, logger="hf_multilora"):
+        adapter = tiny.read(tmp_path, tiny.llama())
+    assert "no lora_alpha; PEFT's default 8" in caplog.text
+    assert {pair.scaling for pair in adapter.factors.values()} == {LoraConfig().lora_alpha / 2}

@@ -166,6 +166,14 @@ def test_modules_that_the_model_refuses(tmp_path: Path) -> None:
         read_adapter(tmp_path, modules)
 
 
+def test_every_module_that_an_alias_stands_for_is_checked(tmp_path: Path) -> None:
+    tiny.save(tiny.t5(), tmp_path, target_modules=["shared"])
+    modules = tiny.shapes(tiny.t5())
+    modules["decoder.embed_tokens"] = ModuleShape("embedding", 40, 24)
+    with pytest.raises(AdapterError, match=r"module decoder\.embed_tokens: lora_embedding_B must have shape \[24, r\]"):
+        read_adapter(tmp_path, modules, aliases=tiny.SHARED)
+
+
 def test_rank_above_the_maximum(tmp_path: Path) -> None:
     tiny.save(tiny.llama(), tmp_path, rank_pattern={"v_proj": 5})
     with pytest.raises(AdapterError, match=r"v_proj: rank must be at most 4 \(max_lora_rank\), got 5"):
