@@ -133,23 +133,25 @@ class Routing:
                 layout.write(row_slots, present)
         self._written = slots
 
-    def align(self, x: torch.Tensor, module: str, *, trailing: int = 1, flat: bool = False) -> torch.Tensor:
+    def align(self, x: torch.Tensor, rows: int, module: str, *, trailing: int = 1, flat: bool = False) -> torch.Tensor:
         """`x` with its rows in front: [R, T, ...] of the same data, T tokens per row.
 
-        trailing: dimensions that belong to one token (1: features, 0: an id). flat: the module is known to get its
-        tokens flattened, row after row. Raises RoutingError where rows cannot be told.
+        rows: R, from a tensor's shape (a traced graph would be traced anew for a number). trailing: dimensions that
+        belong to one token (1: features, 0: an id). flat: the module is known to get its tokens flattened, row after
+        row. Raises RoutingError where rows cannot be told.
         """
         tail = x.shape[x.dim() - trailing :]
         lead = x.shape[: x.dim() - trailing]
         if self.ragged:
-            if lead in ((1, self.rows), (self.rows,)):
-                return x.reshape(self.rows, 1, *tail)
-        elif lead and lead[0] == self.rows and not (flat and len(lead) == 1 and (self.tokens or 1) > 1):
-            return x.reshape(self.rows, -1, *tail)
-        elif flat and len(lead) == 1 and self.tokens is not None and lead[0] == self.rows * self.tokens:
-            return x.reshape(self.rows, self.tokens, *tail)
+            if lead in ((1, rows), (rows,)):
+                return x.reshape(rows, 1, *tail)
+        elif flat and len(lead) == 1:
+            if lead[0] % rows == 0 and (torch.compiler.is_compiling() or lead[0] == rows * (self.tokens or 1)):
+                return x.reshape(rows, -1, *tail)
+        elif lead and lead[0] == rows:
+            return x.reshape(rows, -1, *tail)
         raise RoutingError(
-            f"{module}: the first dimension of its input must be the {self.rows} rows of this call, got shape "
+            f"{module}: the first dimension of its input must be the {rows} rows of this call, got shape "
             f"{tuple(x.shape)}; its rows cannot be attributed to adapters. Run one adapter per call for this module"
         )
 

@@ -77,7 +77,7 @@ class Runtime:
         return {
             "max_rank": self.config.max_lora_rank,
             "target_modules": self.config.target_modules,
-            "aliases": self.facts.aliases,
+            "aliases": self.facts.aliases_in(name for name, _ in self.model.named_modules()),
             "renames": self.renames,
             "base_prefix": getattr(self.model, "base_model_prefix", ""),
         }
@@ -179,12 +179,9 @@ class Runtime:
         with torch.inference_mode(False):
             for _, slots in self.sites.values():
                 key = slots.layout_key()
-                if key is None:
-                    slots.layout = None
-                    continue
-                if key not in table:
+                if key is not None and key not in table:
                     table[key] = self._layouts.get(key) or Layout(key[0], key[1], self.config.max_loras, key[2])
-                slots.layout = table[key]
+                slots.settle(None if key is None else table[key])
         self._layouts = table
         self.routing.relayout(list(table.values()))
         self._stale = False

@@ -84,6 +84,7 @@ def lay(module: nn.Linear, slots: ModuleSlots) -> None:
             module.bias.data = bias[:n]
         module.weight.data = buffer[:n]
     slots.a, slots.buffer, slots.bias_buffer, slots.laid = buffer[n:], buffer, bias, True
+    slots.look()
 
 
 def unlay(module: nn.Module, slots: ModuleSlots) -> None:
@@ -96,6 +97,7 @@ def unlay(module: nn.Module, slots: ModuleSlots) -> None:
         if slots.laid:
             slots.a = slots.a.clone()
     slots.buffer, slots.bias_buffer, slots.laid = None, None, False
+    slots.look()
 
 
 def settle(module: nn.Module, slots: ModuleSlots) -> None:
@@ -112,7 +114,7 @@ def ready(module: nn.Module, slots: ModuleSlots) -> bool:
     weight = module._parameters.get("weight")  # None: parametrized
     if weight is None or (torch.is_grad_enabled() and weight.requires_grad):
         return False
-    if torch.compiler.is_compiling():  # addresses cannot be read while tracing: `settle` ran before
+    if torch.compiler.is_compiling():  # addresses cannot be read while tracing: the eager call before laid it
         return slots.laid and plain_call(module)
     if not plain_call(module):
         return False

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from ..formats import ModuleShape
-from ..patches.facts import Facts
+from ..patches.facts import Facts, configs_in
 
 LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out]
 OWN_WEIGHT_USE = ("NonDynamicallyQuantizableLinear",)  # nn.MultiheadAttention reads its weight and never calls it
 ROUTER = re.compile(r"Router|TopK")
 SCALED = re.compile(r"ScaledWordEmbedding$")
+PLACEHOLDER = re.compile(r"^(image|video|audio|speech)_token_(id|index)$")
 
 
 def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
@@ -22,14 +26,47 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
     A tuner layer of a PEFT model is read as its base layer, under the name it has without PEFT.
     """
     census: dict[str, ModuleShape] = {}
+    parents = dict(model.named_modules(remove_duplicate=False))
+    outside = _outside_language(model)
     for name, module in _modules(model):
         shape = _shape(module)
+        outer, _, own = name.rpartition(".")
         reason = shape.refused or facts.refusal(name)
         if reason is None and _inside_experts(name):
             reason = "modules of single experts are not supported yet"
-        mixable = not facts.matches("unmixable", name)
-        census[name] = ModuleShape(shape.kind, shape.in_features, shape.out_features, reason, mixable, shape.weight)
+        if reason is None and shape.kind != "other" and _reads_weight_only(type(parents[outer]), own):
+            reason = f"it is never called: {type(parents[outer]).__name__} uses its weight directly"
+        mixable = not facts.matches("unmixable", name) and not outside(name)
+        census[name] = replace(shape, refused=reason, mixable=mixable)
     return census
+
+
+def _outside_language(model: nn.Module) -> Callable[[str], bool]:
+    """Which modules lie outside the language model, where another one's features replace placeholder tokens.
+
+    How many images or frames each row has is not known there: with two for row 0 and none for row 1 the count is right
+    and the rows are not.
+    """
+    config = getattr(model, "config", None)
+    if not any(PLACEHOLDER.match(key) and value is not None for part in configs_in(config) for key, value in vars(part).items()):
+        return lambda name: False
+    paths = {id(module): name for name, module in model.named_modules()}
+    language = paths.get(id(model.get_decoder()), "")  # type: ignore[operator]
+    head = paths.get(id(model.get_output_embeddings()))  # type: ignore[operator]
+    if not language:
+        return lambda name: False
+    return lambda name: name != head and not name.startswith(f"{language}.")
+
+
+@functools.cache
+def _reads_weight_only(parent: type, child: str) -> bool:
+    """Whether the class reads `self.child.weight` for its values and never calls `self.child(...)`, by its source."""
+    try:
+        source = inspect.getsource(parent)
+    except (OSError, TypeError):  # no source: nothing to be read from it
+        return False
+    use = rf"self\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad|size|ndim)\b|\s*=[^=])"
+    return re.search(use, source) is not None and re.search(rf"self\.{re.escape(child)}\(", source) is None
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -52,15 +89,16 @@ def _shape(module: nn.Module) -> ModuleShape:
     kind = type(module).__name__
     weight = module._parameters.get("weight")
     plain = weight if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta else None
+    bias = getattr(module, "bias", None)
     if isinstance(module, nn.Linear):
         refused = None
         if kind in OWN_WEIGHT_USE:
             refused = "it is never called: nn.MultiheadAttention uses its weight directly"
         elif ROUTER.search(kind):
             refused = "router gates are not supported yet"
-        return ModuleShape("linear", module.in_features, module.out_features, refused, weight=plain)
+        return ModuleShape("linear", module.in_features, module.out_features, refused, weight=plain, bias=bias)
     if kind in LINEAR_NAMES and isinstance(weight, Tensor) and weight.dim() == 2:
-        return ModuleShape("linear", weight.shape[0], weight.shape[1])
+        return ModuleShape("linear", weight.shape[0], weight.shape[1], bias=bias)
     if isinstance(module, nn.Embedding):
         own = next(c for c in type(module).__mro__ if "forward" in c.__dict__)
         refused = None

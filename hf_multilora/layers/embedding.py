@@ -26,22 +26,25 @@ class LoraEmbedding(LoraLayer, kind="embedding"):
         if path == ONE:
             a, b = slots.own()
             return y + (_look_up(a, ids, b) * scale).to(y.dtype)
-        if ids.dim() == 2 and ids.shape[0] == 1 and slots.routing.rows > 1 and not slots.routing.ragged:
-            ids = ids.expand(slots.routing.rows, -1)  # positions shared by all rows: each row gets its own table
-            y = y.expand(slots.routing.rows, -1, -1)
-        rows = slots.routing.align(ids, slots.name, trailing=0, flat=slots.flat)  # [R, T]
+        assert slots.layout is not None
+        closed = slots.layout.closed  # [R, w]
+        r = closed.shape[0]
+        if ids.dim() == 2 and ids.shape[0] == 1 and r > 1 and not slots.routing.ragged:
+            ids = ids.expand(r, -1)  # positions shared by all rows: each row gets its own table
+            y = y.expand(r, -1, -1)
+        rows = slots.routing.align(ids, r, slots.name, trailing=0, flat=slots.flat)  # [R, T]
         delta = torch.zeros(*rows.shape, slots.out_features, dtype=slots.b.dtype, device=y.device)
         if torch.compiler.is_compiling() or rows.numel() <= GATED_TOKENS or rows.is_cuda:
-            a, b, closed = slots.prefix()
-            h = a.index_select(1, rows.flatten()).t().reshape(*rows.shape, -1)  # [R, T, P]
-            delta = expand_gated(delta, h, b, closed)
+            h = slots.a_used.index_select(1, rows.flatten()).t().reshape(*rows.shape, -1)  # [R, T, w]
+            delta = expand_gated(delta, h, slots.b_used, closed)
         else:
             order, offsets, starts, ranks = slots.tables()
             edges = offsets.tolist()
-            for slot, (start, r) in enumerate(zip(starts.tolist(), ranks.tolist(), strict=True)):
+            for slot, (start, rank) in enumerate(zip(starts.tolist(), ranks.tolist(), strict=True)):
                 mine = order[edges[slot] : edges[slot + 1]]
-                if r and mine.numel():
-                    some = _look_up(slots.a[start : start + r], rows.index_select(0, mine), slots.b[start : start + r])
+                if rank and mine.numel():
+                    own = slice(start, start + rank)
+                    some = _look_up(slots.a[own], rows.index_select(0, mine), slots.b[own])
                     delta.index_copy_(0, mine.long(), some)
         return y + (delta.reshape(y.shape) * scale).to(y.dtype)
 

@@ -27,28 +27,24 @@ class LoraLinear(LoraLayer, kind="linear"):
         if path == ONE:
             y = super().__call__(*args, **kwargs)
             return add_one(y, x, *slots.own())
-        rows = slots.routing.align(x, slots.name, flat=slots.flat)  # [R, T, K]
+        layout = slots.layout
+        assert layout is not None
+        closed = layout.closed  # [R, w]
+        rows = slots.routing.align(x, closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
         tracing = torch.compiler.is_compiling()
         if rows.shape[0] * rows.shape[1] <= GATED_TOKENS or rows.is_cuda:
-            a, b, closed = slots.prefix()
             if isinstance(self, nn.Linear) and augmented.ready(self, slots):
-                both = self._augmented(rows, slots)  # [R, T, N + P]
+                both = F.linear(rows, slots.buffer_used, slots.bias_used)  # type: ignore[arg-type]  # [R, T, N + w]
                 y, h = both[..., : slots.out_features], both[..., slots.out_features :]
-                return expand_gated(y, h, b, closed).view(*x.shape[:-1], slots.out_features)
+                return expand_gated(y, h, slots.b_used, closed).view(*x.shape[:-1], slots.out_features)
             y = super().__call__(*args, **kwargs)
-            h = F.linear(rows.to(a.dtype), a)
-            out = expand_gated(y.reshape(*rows.shape[:2], -1), h.to(y.dtype), b.to(y.dtype), closed)
+            h = F.linear(rows.to(slots.a_used.dtype), slots.a_used).to(y.dtype)
+            out = expand_gated(y.reshape(*rows.shape[:2], -1), h, slots.b_used.to(y.dtype), closed)
             return out.view(y.shape)
-        # grouped: one matmul per slot; a traced graph calls the registered operation, whose insides it does not see
+        # grouped: one matmul per slot; a traced graph calls the registered operations, whose insides it does not see
         shrink = torch.ops.hf_multilora.lora_shrink if tracing else ops.lora_shrink
         expand = torch.ops.hf_multilora.lora_expand if tracing else ops.lora_expand
         y = super().__call__(*args, **kwargs)
-        h = shrink(rows.to(slots.a.dtype), slots.a, *slots.tables(), slots.layout.max_rank)  # type: ignore[union-attr]
+        width = slots.a_used.shape[0] if tracing else layout.max_rank
+        h = shrink(rows.to(slots.a.dtype), slots.a, *slots.tables(), width)
         return expand(y.reshape(*rows.shape[:2], -1), h, slots.b, *slots.tables()).view(y.shape)
-
-    @staticmethod
-    def _augmented(rows: Tensor, slots: ModuleSlots) -> Tensor:
-        assert slots.buffer is not None and slots.layout is not None
-        end = slots.out_features + slots.layout.width
-        bias = slots.bias_buffer
-        return F.linear(rows, slots.buffer[:end], None if bias is None else bias[:end])

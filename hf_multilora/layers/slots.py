@@ -37,6 +37,7 @@ class ModuleSlots:
         self.buffer: Tensor | None = None  # [N + P, K] while the weight is laid with A: see augmented.py
         self.bias_buffer: Tensor | None = None  # [N + P]
         self.laid = False  # A lies in the buffer too
+        self.look()
 
     @property
     def nbytes(self) -> int:
@@ -64,11 +65,16 @@ class ModuleSlots:
         start, r = self.layout.spans[self.routing.uniform]
         return self.a[start : start + r], self.b[start : start + r]
 
-    def prefix(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A and B of the occupied prefix and the columns closed to each row: what the gated path covers."""
-        assert self.layout is not None
-        width = self.layout.width
-        return self.a[:width], self.b[:width], self.layout.closed
+    def look(self) -> None:
+        """Set the views of the occupied prefix, w rank rows wide, that the gated path reads.
+
+        Views and not widths, since a traced graph takes tensors as inputs and would be traced anew for a number.
+        """
+        width = 0 if self.layout is None else self.layout.width
+        end = self.out_features + width
+        self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
+        self.buffer_used = None if self.buffer is None else self.buffer[:end]  # [N + w, K]
+        self.bias_used = None if self.bias_buffer is None else self.bias_buffer[:end]  # [N + w]
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """order, offsets, starts, ranks: what the grouped operations take."""
@@ -86,6 +92,7 @@ class ModuleSlots:
             end = self.rows.end
             a[:end], b[:end] = self.a[:end], self.b[:end]
         self.a, self.b, self.rows.capacity, self.laid = a, b, capacity, False
+        self.look()
 
     def place(self, slot: int, r: int) -> tuple[Tensor, Tensor]:
         """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must."""
@@ -115,6 +122,11 @@ class ModuleSlots:
                 self.a[start : start + r].zero_()
                 self.b[start : start + r].zero_()
 
+    def settle(self, layout: Layout | None) -> None:
+        """Take the layout that describes the rows as they now are."""
+        self.layout = layout
+        self.look()
+
     def layout_key(self) -> tuple[Any, ...] | None:
         """What modules must have in common to share one Layout; None without adapters."""
         if not self.rows.spans:
@@ -131,10 +143,17 @@ class ModuleSlots:
             if a is not self.a:
                 self.a, self.laid = a.clone() if a.data_ptr() == self.a.data_ptr() else a, False
             self.b = b
+        self.look()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rank rows, not the weight they are laid with; it is laid anew at the next call."""
-        return dict(self.__dict__, a=self.a.detach().clone(), buffer=None, bias_buffer=None, laid=False)
+        views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used"))
+        own = {"a": self.a.detach().clone(), "buffer": None, "bias_buffer": None, "laid": False}
+        return self.__dict__ | views | own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.look()
 
 
 def home_of(module: nn.Module, weight: Tensor | None) -> torch.device:
