@@ -66,7 +66,8 @@ def train(name: str, base: str, steps: int, progress: Progress) -> PeftModel:
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **RECIPES[name])).train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    warmup = max(0.1, 2 / steps)  # OneCycleLR divides by zero where the warm-up is a single step
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=warmup)
 
     pairs, queue = read_pairs(name), []
     bar = progress.add_task(name, total=steps, loss=float("nan"))
@@ -102,6 +103,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48, help="batches per adapter (default: %(default)s)")
     parser.add_argument("--only", choices=RECIPES, action="append", help="train this adapter only (repeatable)")
     args = parser.parse_args()
+    if args.steps < 4:
+        parser.error(f"--steps must be at least 4 (a warm-up and a decay), got {args.steps}")
 
     base = args.base or smollm2()
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
