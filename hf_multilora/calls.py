@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import passes
-from .entry import bind, parameter_names, rows_of, segments
+from .entry import bind, parameter_names, prompts_of, rows_of, segments
 from .routing import RoutingError
 from .runtime import Runtime
 
@@ -70,8 +70,9 @@ def _per_token(rows: Sequence[int], arguments: Mapping[str, Any], tokens: int | 
     lengths = segments(arguments)
     if lengths is None or len(lengths) != len(rows) or sum(lengths) != tokens:
         raise RoutingError(
-            f"a forward must have one adapter per row, got {len(rows)} for 1 row of {tokens} tokens; for sequences packed "
-            f"into one row pass cu_seq_lens_q, or position_ids that restart at 0, with {len(rows)} sequences, got {lengths}"
+            f"a forward must have one adapter per row, got {len(rows)} for 1 row of {tokens} tokens; for sequences "
+            f"packed into one row pass cu_seq_lens_q, or position_ids that restart at 0, with {len(rows)} sequences, "
+            f"got {lengths}"
         )
     return [i for i, length in zip(rows, lengths, strict=True) for _ in range(length)]
 
@@ -83,37 +84,38 @@ def generate(
     runtime: Runtime = model._multilora
     with runtime.lock:
         rows = runtime.resolve(names, ids)
+        arguments = bind(parameter_names(base_generate), args, kwargs)
         if rows is None:
             if not runtime.routing.open:
                 return base_generate(*args, **kwargs)
             request = runtime.routing.stack[-1]
+            _check_prompts(arguments, len(request.slots))
             factors = set(request.factors)
             try:
                 return base_generate(*args, **kwargs)
             finally:
                 request.factors = factors
+        _check_prompts(arguments, len(rows))
         room, mixable = runtime.limits(rows)
         plan = passes.plan_passes(rows, room, mixable)
         if len(plan) == 1:
             with runtime.request(rows):
                 return base_generate(*args, **kwargs)
-        arguments = bind(parameter_names(base_generate), args, kwargs)
-        config = arguments.get("generation_config") or model.generation_config
-        passes.check_generate(arguments, config, passes.why_split(rows, room, mixable))
+        configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
+        pad = passes.check_generate(arguments, configs, passes.why_split(rows, room, mixable))
         cuts = [passes.cut(arguments, some, len(rows)) for some in plan]
         outputs = []
         for some, part in zip(plan, cuts, strict=True):
             with runtime.request([rows[i] for i in some]):
                 outputs.append(base_generate(**part))
-        return passes.merge_sequences(outputs, plan, _pad_id(arguments, config))
+        return passes.merge_sequences(outputs, plan, pad)
 
 
-def _pad_id(arguments: Mapping[str, Any], config: Any) -> int:
-    """What `generate` pads finished rows with: pad_token_id, else the first eos_token_id."""
-    for name in ("pad_token_id", "eos_token_id"):
-        value = arguments.get(name, getattr(config, name, None))
-        if isinstance(value, (list, tuple)):
-            value = value[0]
-        if value is not None:
-            return int(value)
-    raise RoutingError("a batch that runs in passes must have a pad_token_id, to align its generated rows; pass one")
+def _check_prompts(arguments: Mapping[str, Any], rows: int) -> None:
+    """Before any work: with return sequences, one name per sequence would look like the right number of rows."""
+    prompts = prompts_of(arguments)
+    if prompts != rows:
+        raise RoutingError(
+            f"generate must have one adapter per prompt, got {rows} for {prompts} prompts; beams and return sequences "
+            f"of a prompt use its adapter"
+        )

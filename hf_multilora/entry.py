@@ -13,8 +13,8 @@ from .routing import Routing, RoutingError
 
 # What carries the rows of a call, most telling first: a decoder step has encoder outputs too, an image model no ids
 ROWS = (
-    "input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "input_features", "input_values",
-    "pixel_values", "hidden_states", "encoder_outputs",
+    "inputs", "input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "input_features",
+    "input_values", "pixel_values", "hidden_states", "encoder_outputs",
 )  # fmt: skip
 TOKENS = frozenset({"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "hidden_states"})
 
@@ -24,9 +24,8 @@ def parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name, positional ones included; None values left out."""
-    bound = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return {name: value for name, value in bound.items() if value is not None}
+    """The call's arguments by name, positional ones included."""
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def rows_of(arguments: Mapping[str, Any], where: str) -> tuple[int, int | None]:
@@ -38,14 +37,22 @@ def rows_of(arguments: Mapping[str, Any], where: str) -> tuple[int, int | None]:
         if isinstance(value, Tensor) and value.dim():
             tokens = value.shape[1] if name in TOKENS and value.dim() > 1 else None
             return value.shape[0], tokens
-    raise RoutingError(f"a call with adapters must have a tensor with its rows in front, {where} got {list(arguments)}")
+    raise RoutingError(
+        f"a call with adapters must have a tensor with its rows in front, {where} got {sorted(arguments)}"
+    )
+
+
+def prompts_of(arguments: Mapping[str, Any]) -> int:
+    """How many prompts a `generate` has; one where it is given none, so that it starts from the BOS token."""
+    named = {name: arguments[name] for name in ROWS if arguments.get(name) is not None}
+    return rows_of(named, "generate")[0] if named else 1
 
 
 def segments(arguments: Mapping[str, Any]) -> list[int] | None:
     """Token counts of the sequences packed into one row, from `cu_seq_lens_q` or restarting `position_ids`."""
-    edges = arguments.get("cu_seq_lens_q", arguments.get("cu_seqlens"))
-    if isinstance(edges, Tensor):
-        return edges.diff().tolist()
+    for name in ("cu_seq_lens_q", "cu_seqlens"):
+        if isinstance(arguments.get(name), Tensor):
+            return arguments[name].diff().tolist()
     positions = arguments.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[0] == 1:
         starts = (positions[0] == 0).nonzero().flatten()

@@ -7,7 +7,6 @@ split cannot change the answer: cache-free `forward` and deterministic decoding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .store import CapacityError
 
-# Arguments with one entry per row. Anything else that is a tensor with more than one row must be known before it is cut.
+# Arguments with one entry per row. Any other tensor with more than one row must be known before it is cut.
 PER_ROW = frozenset({
     "input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids",
     "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids", "input_features", "input_values",
@@ -30,7 +29,7 @@ SPLIT_CHANGES = ("streamer", "logits_processor", "stopping_criteria", "prefix_al
 
 def plan_passes(ids: Sequence[int], room: int, mixable: bool) -> list[list[int]]:
     """Rows of each pass: at most `room` distinct adapters, or one (base rows apart) where the modules cannot mix."""
-    distinct = list(dict.fromkeys(i for i in ids if mixable and i or not mixable))
+    distinct = list(dict.fromkeys(i for i in ids if (mixable and i) or not mixable))
     step = max(room, 1) if mixable else 1
     if len(distinct) <= step:
         return [list(range(len(ids)))]
@@ -51,7 +50,9 @@ def why_split(ids: Sequence[int], room: int, mixable: bool) -> str:
 
 
 def refuse(what: str, reason: str) -> CapacityError:
-    return CapacityError(f"{reason}; a split into passes would change the answer with {what}. Leave it out or split the batch")
+    return CapacityError(
+        f"{reason}; a split into passes would change the answer with {what}. Leave it out or split the batch"
+    )
 
 
 def check_forward(arguments: Mapping[str, Any], reason: str) -> None:
@@ -60,19 +61,35 @@ def check_forward(arguments: Mapping[str, Any], reason: str) -> None:
             raise refuse(name, reason)
     if arguments.get("use_cache"):
         raise refuse("use_cache=True", reason)
-    for name in arguments:
-        if "labels" in name:
+    for name, value in arguments.items():
+        if "labels" in name and value is not None:
             raise refuse(name, reason)
 
 
-def check_generate(arguments: Mapping[str, Any], config: Any, reason: str) -> None:
+def check_generate(arguments: Mapping[str, Any], configs: Sequence[Any], reason: str) -> int:
+    """Refuse what a split would change; returns the id that shorter sequences are padded with.
+
+    configs: generation configs, the one passed to the call before the model's own, which fills in its None values.
+    """
     for name in (*SPLIT_CHANGES, *CACHES):
         if arguments.get(name) not in (None, []):
             raise refuse(name, reason)
     for name in ("do_sample", "return_dict_in_generate", "max_time"):
-        value = arguments.get(name, getattr(config, name, None))
+        value = _setting(name, arguments, configs)
         if value:
             raise refuse(f"{name}={value}", reason)
+    pad = _setting("pad_token_id", arguments, configs)
+    eos = _setting("eos_token_id", arguments, configs)
+    if pad is None and eos is not None:
+        pad = torch.as_tensor(eos).flatten()[0]  # as Transformers does
+    return 0 if pad is None else int(pad)  # without either, all rows end together
+
+
+def _setting(name: str, arguments: Mapping[str, Any], configs: Sequence[Any]) -> Any:
+    """What `generate` will use: its own argument (None, too), else the first config that sets it."""
+    if name in arguments:
+        return arguments[name]
+    return next((v for v in (getattr(config, name, None) for config in configs) if v is not None), None)
 
 
 def cut(arguments: Mapping[str, Any], rows: Sequence[int], batch: int) -> dict[str, Any]:
@@ -80,14 +97,27 @@ def cut(arguments: Mapping[str, Any], rows: Sequence[int], batch: int) -> dict[s
     some: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.dim() and value.shape[0] > 1:
-            if name not in PER_ROW or value.shape[0] != batch:
-                raise CapacityError(
-                    f"this batch must run in passes, and {name} {tuple(value.shape)} is not known to hold one entry for each "
-                    f"of its {batch} rows; split the batch, or raise max_loras"
-                )
+            planes = name == "position_ids" and value.dim() > 2  # [3, rows, tokens] of models with images
+            if name not in PER_ROW or value.shape[0] != batch or planes:
+                raise _uncut(name, tuple(value.shape), batch)
             value = value[torch.as_tensor(rows, device=value.device)]
+        elif isinstance(value, (list, tuple, Mapping)) and _holds_tensor(value):
+            raise _uncut(name, type(value).__name__, batch)
         some[name] = value
     return some
+
+
+def _uncut(name: str, what: object, batch: int) -> CapacityError:
+    return CapacityError(
+        f"this batch must run in passes, and {name} {what} is not known to hold one entry for each of its {batch} "
+        f"rows; split the batch, or raise max_loras"
+    )
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(_holds_tensor(v) for v in value))
 
 
 def merge(outputs: Sequence[Any], passes: Sequence[Sequence[int]]) -> Any:
@@ -99,12 +129,12 @@ def merge(outputs: Sequence[Any], passes: Sequence[Sequence[int]]) -> Any:
         for output, rows in zip(outputs, passes, strict=True):
             if output.dim() == 0 or output.shape[0] != len(rows):
                 raise CapacityError(
-                    f"this batch must run in passes, whose outputs must have one entry per row, got {tuple(output.shape)} "
-                    f"for {len(rows)} rows; split the batch, or raise max_loras"
+                    f"this batch must run in passes, whose outputs must have one entry per row, got "
+                    f"{tuple(output.shape)} for {len(rows)} rows; split the batch, or raise max_loras"
                 )
         order = torch.as_tensor([row for rows in passes for row in rows], device=first.device)
         return torch.cat(list(outputs))[order.argsort()]
-    if isinstance(first, Mapping) or is_dataclass(first):
+    if isinstance(first, Mapping):  # a ModelOutput is one
         return type(first)(**{k: merge([output[k] for output in outputs], passes) for k in first})
     if isinstance(first, (tuple, list)):
         return type(first)(merge(list(some), passes) for some in zip(*outputs, strict=True))

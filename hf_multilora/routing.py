@@ -9,7 +9,6 @@ stay while the number of rows stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +52,7 @@ class Routing:
         with torch.inference_mode(False):  # tensors born in inference mode could never be written outside it
             self.order = torch.zeros(0, dtype=torch.int32)
             self.offsets = torch.zeros(slots + 1, dtype=torch.int32)
-        self._written: tuple[int, ...] = ()
+        self._written: tuple[int, ...] | None = None
         self._settle()
 
     @property
@@ -77,7 +76,7 @@ class Routing:
         try:
             self.enter(len(request.slots))
         except BaseException:
-            self.stack.pop()
+            self.pop()
             raise
 
     def pop(self) -> None:
@@ -91,8 +90,8 @@ class Routing:
     def relayout(self, layouts: list[Layout]) -> None:
         """Slots moved: take the new layouts and write the rows in force into them."""
         self.layouts = layouts
-        written, self._written = self._written, ()  # what was written went to the old layouts
-        if self.stack:
+        written, self._written = self._written, None  # what was written went to the old layouts
+        if self.stack and written is not None:
             self._write(written)
 
     def enter(self, rows: int, tokens: int | None = None, where: str = "the model") -> None:
@@ -119,7 +118,8 @@ class Routing:
         self.uniform = slots[0] if self.active and len(present) == 1 else None
 
     def _write(self, slots: tuple[int, ...]) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # buffers born in inference mode could never be written again
+        self._written = None  # an interrupt half way must not pass for what was written before
+        with torch.inference_mode(False), torch.no_grad():  # else the buffers could never be written again
             row_slots = torch.tensor(slots, dtype=torch.int32)
             key = torch.where(row_slots == BASE, self.slots, row_slots)
             order = torch.argsort(key, stable=True).to(torch.int32)
@@ -157,7 +157,7 @@ class Routing:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no request: they answer with the standing adapter."""
-        state = dict(self.__dict__, stack=[], _written=())
+        state = dict(self.__dict__, stack=[], _written=None)
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)
         return state
