@@ -87,7 +87,7 @@ class Catalogue:
 
     def ids_of(self, names: Iterable[str | None]) -> list[int]:
         """0 for the base (None or "__base__"), else the adapter's id."""
-        return [0 if name in BASE_NAMES else self.entry(name).id for name in names]  # type: ignore[arg-type]
+        return [0 if name in BASE_NAMES else self.entry(name).id for name in names]
 
     def names_only(self) -> Catalogue:
         """A snapshot of names and ids without weights."""

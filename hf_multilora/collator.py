@@ -13,8 +13,9 @@ from .catalogue import BASE_NAMES, Catalogue
 class MultiLoRACollator:
     """Tokenizes and pads rows and attaches one adapter id per row.
 
-    A row is a mapping with "adapter" (a name, or None / "__base__"; absent: the base) or "adapter_ids" (an id), and either
-    "text" (str), "messages" (chat turns, through the tokenizer's chat template) or tokenized fields ("input_ids", ...).
+    A row is a mapping with "adapter" (a name, or None / "__base__"; absent: the base) or "adapter_ids" (an id), and
+    either "text" (str), "messages" (chat turns, through the tokenizer's chat template) or tokenized fields
+    ("input_ids", ...).
 
     Args:
         tokenizer: its own padding side and pad token are used.
@@ -38,7 +39,7 @@ class MultiLoRACollator:
 
     def _id(self, row: Mapping[str, Any]) -> int:
         if "adapter" in row and "adapter_ids" in row:
-            raise ValueError("a row must name its adapter once: \"adapter\" or \"adapter_ids\", not both")
+            raise ValueError('a row must name its adapter once: "adapter" or "adapter_ids", not both')
         if "adapter_ids" in row:
             adapter_id = int(row["adapter_ids"])
             if adapter_id:
@@ -58,4 +59,4 @@ class MultiLoRACollator:
             )
         if "text" in row:
             return dict(self.tokenizer(row["text"], **self.tokenize_kwargs))
-        raise ValueError(f"a row must hold \"text\", \"messages\" or \"input_ids\", got {sorted(row)}")
+        raise ValueError(f'a row must hold "text", "messages" or "input_ids", got {sorted(row)}')

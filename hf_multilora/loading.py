@@ -28,7 +28,11 @@ AUTO_CLASSES = {
 
 
 def load(
-    base: Any, adapters: Sequence[str] | Mapping[str, str], config: MultiLoRAConfig, auto_class: Any, kwargs: dict[str, Any]
+    base: Any,
+    adapters: Sequence[str] | Mapping[str, str],
+    config: MultiLoRAConfig,
+    auto_class: Any,
+    kwargs: dict[str, Any],
 ) -> Any:
     """See MultiLoRAModel.from_pretrained."""
     from transformers import PreTrainedModel
@@ -48,9 +52,7 @@ def load(
         return build(base, named, config)
     if hasattr(base, "peft_config") and hasattr(base, "unload"):
         return take_over(base, named, config)
-    raise TypeError(
-        f"base must be a folder, a Hub id, a PreTrainedModel or a PeftModel, got {type(base).__name__}"
-    )
+    raise TypeError(f"base must be a folder, a Hub id, a PreTrainedModel or a PeftModel, got {type(base).__name__}")
 
 
 def name_adapters(adapters: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
@@ -75,11 +77,13 @@ def last_part(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).rstrip("/").rsplit("/", 1)[-1]
 
 
-def load_base(base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]) -> Any:
+def load_base(
+    base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]
+) -> Any:
     import transformers
 
     if auto_class is None:
-        tasks = {task_type(path) for path in adapters.values()} - {None}
+        tasks = {task for task in map(task_type, adapters.values()) if task is not None}
         if len(tasks) > 1:
             raise ValueError(f"the adapters must share one task_type, got {sorted(tasks)}; pass auto_class")
         auto_class = AUTO_CLASSES.get(tasks.pop()) if tasks else None
@@ -125,7 +129,8 @@ def patch(model: Any, config: MultiLoRAConfig) -> None:
     for name, module in entry_points(model).items():
         module.register_forward_pre_hook(EntryHook(runtime.routing, name, module), with_kwargs=True)
     model.__dict__["_multilora"] = runtime
-    model.__class__ = mix_model(type(model))
+    own: Any = type(model)
+    model.__class__ = mix_model(own)
 
 
 def entry_points(model: Any) -> dict[str, Any]:
@@ -192,5 +197,3 @@ def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRACon
 def _plain(value: Any) -> Any:
     """Sets and enums of a PeftConfig as JSON holds them."""
     return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
-
-

@@ -50,8 +50,8 @@ class MultiLoRAModel:
         """Load a base with Transformers, or take a loaded one, and register adapters on it.
 
         Args:
-            base: a folder or Hub id, a loaded PreTrainedModel (changed in place), or a PeftModel, whose own adapters are
-                taken over (it is unloaded: use the result from then on).
+            base: a folder or Hub id, a loaded PreTrainedModel (changed in place), or a PeftModel, whose own adapters
+                are taken over (it is unloaded: use the result from then on).
             adapters: folders or Hub ids, named by their last path part, or {name: folder or Hub id}.
             auto_class: Transformers class (or its name) for the base; None: from the adapters' task_type, else the
                 config's architecture.
@@ -67,7 +67,7 @@ class MultiLoRAModel:
         )
         return load(base, adapters, config, auto_class, transformers_kwargs)
 
-    # -- calls ----------------------------------------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:
         """`forward` with the hooks; also where accelerate gave the instance a forward that knows no adapters."""
         return calls.forward(self, super().__call__, args, kwargs, adapter_names, adapter_ids)  # type: ignore[misc]
@@ -90,7 +90,7 @@ class MultiLoRAModel:
             self._multilora.routing.stack[-1].factors.add(expand_size)
         return super()._expand_inputs_for_generation(*args, expand_size=expand_size, **kwargs)  # type: ignore[misc]
 
-    # -- adapters -------------------------------------------------------------------------------------------------------
+    # -- adapters --------------------------------------------------------------------------------------------
     def load_adapter(
         self, path: str, adapter_name: str | None = None, *, revision: str | None = None, subfolder: str = "",
         pinned: bool = False, load_inplace: bool = False,
@@ -155,14 +155,18 @@ class MultiLoRAModel:
         """Give the bare model back, exactly as it was: same object, classes and weights, no trace of adapters."""
         from .loading import unpatch
 
-        return unpatch(self)  # type: ignore[arg-type]
+        return unpatch(self)
 
-    # -- Transformers' own verbs for adapters -----------------------------------------------------------------------------
+    # -- Transformers' own verbs for adapters ----------------------------------------------------------------
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("adapters are read from checkpoints here: train with PEFT, then load_adapter(path, name)")
+        raise NotImplementedError(
+            "adapters are read from checkpoints here: train with PEFT, then load_adapter(path, name)"
+        )
 
     def enable_adapters(self) -> None:
-        raise NotImplementedError("name the adapter: pass adapter_names to the call, or set_adapter(name) for all calls")
+        raise NotImplementedError(
+            "name the adapter: pass adapter_names to the call, or set_adapter(name) for all calls"
+        )
 
     def disable_adapters(self) -> None:
         """Rows of calls that name no adapter get the base."""
@@ -177,7 +181,7 @@ class MultiLoRAModel:
     def active_adapter(self) -> list[str]:
         return self.active_adapters()
 
-    # -- nn.Module and PreTrainedModel ------------------------------------------------------------------------------------
+    # -- nn.Module and PreTrainedModel -----------------------------------------------------------------------
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[misc]
         self._multilora.moved()
@@ -205,7 +209,8 @@ def mix_model(base: type) -> type:
     """MultiLoRAModel + base under the base's name and module, with the base's forward signature plus the adapters'."""
     signature = inspect.signature(base.forward)  # type: ignore[attr-defined]
     extra = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("adapter_names", "adapter_ids")
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in ("adapter_names", "adapter_ids")
     ]
     parameters = list(signature.parameters.values())
     at = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
@@ -226,5 +231,5 @@ def mix_model(base: type) -> type:
 
 
 def rebuild_model(base: type) -> Any:
-    mixed = mix_model(base)
+    mixed: Any = mix_model(base)
     return mixed.__new__(mixed)

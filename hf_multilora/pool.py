@@ -74,7 +74,7 @@ class Layout:
     owner  int32 [P]     slot that owns the rank row, or FREE
     starts int32 [slots] first rank row of the slot
     ranks  int32 [slots] rank of the slot in these modules, 0 where it has none
-    closed bool  [R, P]  True where the rank row is not the batch row's: set by `write`, at a fixed address while R stays
+    closed bool  [R, P]  True where the rank row is not the batch row's: set by `write`, at one address while R stays
     """
 
     def __init__(self, spans: tuple[tuple[int, int, int], ...], width: int, slots: int, device: torch.device) -> None:

@@ -46,22 +46,22 @@ class AdapterStore:
     evictions: int = 0
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no running calls."""
         catalogue = Catalogue({e.name: replace(e, in_flight=0) for e in self.catalogue}, dict(self.catalogue.names))
         catalogue.next_id = self.catalogue.next_id
-        return {k: v for k, v in self.__dict__.items() if k != "_lock"} | {"catalogue": catalogue}
+        return {k: v for k, v in self.__dict__.items() if k != "lock"} | {"catalogue": catalogue}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
-    # -- registration -------------------------------------------------------------------------------------------------
+    # -- registration ----------------------------------------------------------------------------------------
     def register(self, name: str, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
         """Add an adapter that was read; it takes a slot when a call first needs it."""
-        with self._lock:
+        with self.lock:
             check_name(name)
             self.refuse_taken(name)
             entry = self._entry(name, self.catalogue.next_id, adapter, reader)
@@ -79,7 +79,7 @@ class AdapterStore:
 
     def replace(self, name: str, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
         """New content under a registered name and its id; the slot is filled anew at the next use."""
-        with self._lock:
+        with self.lock:
             old = self.catalogue.entry(name)
             self._require_idle(old, "replaced")
             entry = self._entry(name, old.id, adapter, reader)
@@ -91,7 +91,7 @@ class AdapterStore:
             return entry
 
     def delete(self, name: str) -> None:
-        with self._lock:
+        with self.lock:
             entry = self.catalogue.entry(name)
             self._require_idle(entry, "deleted")
             self._free_slot(entry)
@@ -100,20 +100,21 @@ class AdapterStore:
 
     def pin(self, name: str) -> None:
         """Keep the adapter in both tiers. Raises CapacityError where more would be pinned than there are slots."""
-        with self._lock:
+        with self.lock:
             entry = self.catalogue.entry(name)
             pinned = [e.name for e in self.catalogue if e.pinned and e is not entry]
             if len(pinned) >= self.max_loras:
                 raise CapacityError(
-                    f"at most max_loras={self.max_loras} adapters can be pinned, {pinned} are; unpin one or raise max_loras"
+                    f"at most max_loras={self.max_loras} adapters can be pinned, {pinned} are; unpin one or raise "
+                    f"max_loras"
                 )
             entry.pinned = True
 
     def unpin(self, name: str) -> None:
-        with self._lock:
+        with self.lock:
             self.catalogue.entry(name).pinned = False
 
-    # -- residency ----------------------------------------------------------------------------------------------------
+    # -- residency -------------------------------------------------------------------------------------------
     def room(self, wanted: Iterable[int]) -> int:
         """How many distinct adapters a call that wants these can have in slots at once."""
         wanted = set(wanted)
@@ -125,14 +126,14 @@ class AdapterStore:
 
         Raises CapacityError where they do not fit beside what is pinned or in use. On any error nothing is held.
         """
-        with self._lock:
+        with self.lock:
             wanted = list(dict.fromkeys(i for i in ids if i))
             entries = [self.catalogue.by_id(i) for i in wanted]
             room = self.room(wanted)
             if len(wanted) > room:
                 raise CapacityError(
-                    f"{len(wanted)} distinct adapters must fit in {room} free slots (max_loras={self.max_loras}, the rest "
-                    f"is pinned or in use); raise max_loras to {self.max_loras + len(wanted) - room}"
+                    f"{len(wanted)} distinct adapters must fit in {room} free slots (max_loras={self.max_loras}, the "
+                    f"rest is pinned or in use); raise max_loras to {self.max_loras + len(wanted) - room}"
                 )
             for entry in entries:
                 entry.in_flight += 1
@@ -145,7 +146,7 @@ class AdapterStore:
             return {i: self.slots[i] for i in wanted}
 
     def release(self, ids: Iterable[int]) -> None:
-        with self._lock:
+        with self.lock:
             for adapter_id in ids:
                 if adapter_id:
                     self.catalogue.by_id(adapter_id).in_flight -= 1
@@ -177,13 +178,13 @@ class AdapterStore:
         if slot is not None:
             self.device.empty(slot)
 
-    # -- host memory --------------------------------------------------------------------------------------------------
+    # -- host memory -----------------------------------------------------------------------------------------
     def _entry(self, name: str, adapter_id: int, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
         host = self.device.pack(adapter)
         ranks = {module: a.shape[0] for module, (a, _) in host.factors.items()}
         return Entry(
-            name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks, host.nbytes, adapter.config, reader,
-            host=host,
+            name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks, host.nbytes, adapter.config,
+            reader, host,
         )  # fmt: skip
 
     def _host(self, entry: Entry) -> HostAdapter:
@@ -223,7 +224,9 @@ class AdapterStore:
     @staticmethod
     def _require_idle(entry: Entry, verb: str) -> None:
         if entry.in_flight:
-            raise AdapterInUseError(f"adapter {entry.name!r} must not be {verb} while a call uses it; wait for the call to end")
+            raise AdapterInUseError(
+                f"adapter {entry.name!r} must not be {verb} while a call uses it; wait for the call to end"
+            )
 
 
 __all__ = ["AdapterInUseError", "AdapterStore", "CapacityError", "UnknownAdapterError"]

@@ -50,8 +50,8 @@ class VerifyReport:
 def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyReport:
     """Run inputs [rows, ...] twice in one batch, with the adapter and without, and compare both halves.
 
-    inputs: arguments of `forward`, tensors with rows in front; None: random token ids. Raises ValueError where the model
-    takes no token ids and no inputs are given, NotImplementedError for a module whose weight is not a plain tensor.
+    inputs: arguments of `forward`, tensors with rows in front; None: random token ids. Raises ValueError where the
+    model takes no token ids and no inputs are given, NotImplementedError for a weight that is not a plain tensor.
     """
     runtime: Runtime = model._multilora
     entry = runtime.store.catalogue.entry(name)

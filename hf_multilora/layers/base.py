@@ -7,7 +7,7 @@ names and isinstance checks stay. `wrap` and `unwrap` do it and undo it.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -25,6 +25,10 @@ class LoraLayer:
     """
 
     _lora: ModuleSlots
+
+    if TYPE_CHECKING:  # the class it is mixed into is a module
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __init_subclass__(cls, kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -69,12 +73,12 @@ def state_of(module: Any) -> dict[str, Any]:
 
 
 def _rebuild(cls: type, mixin: type) -> Any:
-    mixed = mix(mixin, cls)
+    mixed: Any = mix(mixin, cls)
     return mixed.__new__(mixed)
 
 
 @functools.cache
-def mix(mixin: type, cls: type) -> type:
+def mix(mixin: Any, cls: Any) -> type:
     """The class `mixin + cls`, under the name and module of `cls` (Transformers reads the source of that module)."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
@@ -82,7 +86,9 @@ def mix(mixin: type, cls: type) -> type:
 def wrap(module: nn.Module, kind: str, slots: ModuleSlots) -> None:
     """Adapt `module` in place."""
     module.__dict__["_lora"] = slots
-    module.__class__ = mix(MIXINS[kind], type(module))
+    own: Any = type(module)
+    mixin: Any = MIXINS[kind]
+    module.__class__ = mix(mixin, own)
 
 
 def require_unwrappable(module: nn.Module) -> None:

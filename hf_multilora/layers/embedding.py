@@ -1,4 +1,4 @@
-"""Embeddings: A is looked up by (token, slot), expanded, and multiplied by the module's embedding scale if it has one."""
+"""Embeddings: A is looked up by (token, slot), expanded, and multiplied by the module's embedding scale if any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LoraEmbedding(LoraLayer, kind="embedding"):
     """y = W[id] + scale * B^T A[:, id] with the A and B of each row's adapter; ids int [R, T]."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        y: Tensor = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        y: Tensor = super().__call__(*args, **kwargs)
         slots: ModuleSlots = self._lora
         path = slots.path()
         if path == BASE_ONLY:

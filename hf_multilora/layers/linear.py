@@ -1,4 +1,4 @@
-"""Linears: `nn.Linear`, its subclasses, and GPT-2's `Conv1D` (whose weight is [in, out]; A and B are as for a linear)."""
+"""Linears: `nn.Linear`, its subclasses, and GPT-2's `Conv1D` (weight [in, out]; A and B are as for a linear)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from ..pool import Layout, RankRows, bucket
 from ..routing import Routing
 
 BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see ModuleSlots.path
-GATED_TOKENS = 32  # up to here one dense matmul over all slots beats one matmul per slot (CPU, measured by the benchmark)
+GATED_TOKENS = (
+    32  # up to here one dense matmul over all slots beats one matmul per slot (CPU, measured by the benchmark)
+)
 
 
 class ModuleSlots:
@@ -21,7 +23,14 @@ class ModuleSlots:
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, routing: Routing, *, flat: bool = False, tied: bool = False
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        routing: Routing,
+        *,
+        flat: bool = False,
+        tied: bool = False,
     ) -> None:
         self.name = name
         self.in_features = in_features
@@ -146,7 +155,7 @@ class ModuleSlots:
         self.look()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the rank rows, not the weight they are laid with; it is laid anew at the next call."""
+        """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""
         views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used"))
         own = {"a": self.a.detach().clone(), "buffer": None, "bias_buffer": None, "laid": False}
         return self.__dict__ | views | own

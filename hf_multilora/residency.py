@@ -1,0 +1,163 @@
+"""The adapted modules of a model and what is in their slots: the store's `Device`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .catalogue import HostAdapter
+from .config import MultiLoRAConfig
+from .formats import Adapter, AdapterError, ModuleShape
+from .layers import ModuleSlots, take_census, unwrap, wrap
+from .layers.slots import home_of
+from .patches.facts import Facts
+from .pool import Layout
+from .routing import Routing
+from .store import AdapterStore
+
+HOST_SHARE = 0.25  # of the memory that is free at the start, for host copies of adapters
+
+
+class Residency:
+    """sites: path of an adapted module -> the module and its rank rows. unmixable: whose rows are not batch rows."""
+
+    def __init__(self, model: nn.Module, config: MultiLoRAConfig, facts: Facts) -> None:
+        self.model = model
+        self.config = config
+        self.facts = facts
+        self.routing = Routing(config.max_loras)
+        self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
+        self.sites: dict[str, tuple[nn.Module, ModuleSlots]] = {}
+        self.unmixable: set[str] = set()
+        self._layouts: dict[Any, Layout] = {}
+        self._stale = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_layouts": {}, "_stale": True}
+
+    def census(self) -> dict[str, ModuleShape]:
+        return take_census(self.model, self.facts)
+
+    def paths(self) -> dict[int, str]:
+        """id(module) -> its first path: a module reached by two paths has one site."""
+        return {id(module): name for name, module in self.model.named_modules()}
+
+    def first_path(self, name: str) -> str:
+        return self.paths()[id(self.model.get_submodule(name))]
+
+    def adapt(self, names: Sequence[str]) -> None:
+        """Give the modules rank rows (none yet); modules that have them are left alone."""
+        census = self.census()
+        users: dict[int, int] = {}
+        for module in self.model.modules():
+            weight = module._parameters.get("weight")
+            users[id(weight)] = users.get(id(weight), 0) + 1
+        for name in names:
+            if name in self.sites:
+                continue
+            module, shape = self.model.get_submodule(name), census[name]
+            slots = ModuleSlots(
+                name, shape.in_features, shape.out_features, self.routing,
+                flat=self.facts.matches("flat", name), tied=users[id(module._parameters.get("weight"))] > 1,
+            )  # fmt: skip
+            slots.fixed_dtype = self.config.dtype
+            wrap(module, shape.kind, slots)
+            if not shape.mixable:
+                self.unmixable.add(name)
+            self.sites[name] = (module, slots)
+
+    def release_site(self, name: str) -> None:
+        module, _ = self.sites.pop(name)
+        unwrap(module)
+
+    def capacity(self, name: str) -> int:
+        """Rank rows the pool of a module should have: see MultiLoRAConfig.max_lora_rank."""
+        if self.config.max_lora_rank is not None:
+            return self.config.max_loras * self.config.max_lora_rank
+        ranks = sorted((e.ranks.get(name, 0) for e in self.store.catalogue), reverse=True)
+        return sum(ranks[: self.config.max_loras])
+
+    def dtype_of(self, module: nn.Module) -> torch.dtype:
+        if self.config.dtype is not None:
+            return self.config.dtype
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.is_floating_point():
+            return weight.dtype
+        return getattr(self.model, "dtype", torch.float32)
+
+    # -- the store's device ----------------------------------------------------------------------------------
+    def pack(self, adapter: Adapter) -> HostAdapter:
+        """Factors as slots hold them: B transposed, with the scale folded in.
+
+        Raises AdapterError where the pool's dtype cannot hold a value.
+        """
+        first, factors = self.paths(), {}
+        for name, pair in adapter.factors.items():
+            module = self.model.get_submodule(name)
+            name = first[id(module)]
+            dtype = self.dtype_of(module)
+            a = pair.a.to(dtype).contiguous()
+            b = (pair.b.float() * pair.scaling).t().to(dtype).contiguous()
+            if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
+                raise AdapterError(
+                    f"{name}: the factors of {adapter.source} must be finite in {dtype}, some become Inf; pass "
+                    f"lora_dtype='float32' or 'bfloat16'"
+                )
+            factors[name] = (a, b)
+        return HostAdapter(factors)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fill(self, slot: int, host: HostAdapter) -> None:
+        """Copy an adapter into a slot: one pass of bookkeeping, one scatter."""
+        self._stale = True
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, (a, b) in host.factors.items():
+            module, slots = self.sites[name]
+            need = slots.rows.used + a.shape[0]
+            if need > slots.rows.capacity:
+                need = max(need, self.capacity(name))
+            slots.reserve(need, home_of(module, module._parameters.get("weight")), self.dtype_of(module))
+            targets += slots.place(slot, a.shape[0])
+            sources += (a, b)
+        torch._foreach_copy_(targets, sources)
+
+    def empty(self, slot: int) -> None:
+        self._stale = True
+        for _, slots in self.sites.values():
+            slots.clear(slot)
+
+    def refresh(self) -> None:
+        """After slots changed: give every module the layout it shares with the modules whose pools look the same."""
+        if not self._stale:
+            return
+        table: dict[Any, Layout] = {}
+        with torch.inference_mode(False):
+            for _, slots in self.sites.values():
+                key = slots.layout_key()
+                if key is not None and key not in table:
+                    table[key] = self._layouts.get(key) or Layout(key[0], key[1], self.config.max_loras, key[2])
+                slots.settle(None if key is None else table[key])
+        self._layouts = table
+        self.routing.relayout(list(table.values()))
+        self._stale = False
+
+    def moved(self) -> None:
+        """The model went to another device or dtype."""
+        self._stale = True
+        self.refresh()
+
+
+def host_budget() -> int:
+    """Bytes of host memory for adapters: HOST_SHARE of what is free now."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not a POSIX system
+        return 4 << 30
+    return math.floor(free * HOST_SHARE)
