@@ -1,13 +1,13 @@
 """Facts about architectures whose modules are not called the regular way: one row per model type, names as regexes.
 
-A regular model has no row. Found by running the models (tests/test_architectures.py is the sweep).
+A regular model has no row. Found by running the models: tests/test_architectures.py is the sweep.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -17,13 +17,19 @@ class Facts:
     """flat: modules that get their tokens flattened, row after row, [R * T, K].
     unmixable: modules whose input rows are not batch rows, so that a call must hold one adapter.
     refused: regex -> reason: modules that are never called, or whose calls cannot be served.
-    aliases: a module that is never called -> the modules that do its work.
+    aliases: a module that is never called -> the modules beside it that do its work.
     """
 
     flat: tuple[str, ...] = ()
     unmixable: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __or__(self, other: Facts) -> Facts:
+        def both(a: object, b: object) -> object:
+            return (*a, *b) if isinstance(a, tuple) and isinstance(b, tuple) else {**a, **b}  # type: ignore[dict-item]
+
+        return Facts(**{f.name: both(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})  # type: ignore[arg-type]
 
     def matches(self, column: str, name: str) -> bool:
         """Whether a regex of the column matches the end of the module path, at a dot."""
@@ -32,22 +38,85 @@ class Facts:
     def refusal(self, name: str) -> str | None:
         return next((why for pattern, why in self.refused.items() if re.search(rf"(^|\.)(?:{pattern})$", name)), None)
 
+    def aliases_in(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """The aliases of a model with these modules, by full path; targets it lacks are left out."""
+        found, present = {}, set(modules)
+        for alias, targets in self.aliases.items():
+            for name in present:
+                if name == alias or name.endswith(f".{alias}"):
+                    outer = name.removesuffix(alias)
+                    there = tuple(outer + target for target in targets if outer + target in present)
+                    if there:
+                        found[name] = there
+        return found
 
-UNUSED_WEIGHT = "its weight is used without calling the module"
+
+TIME_FIRST = "this model puts time before rows, so its rows cannot be told from its tokens"
+UNUSED = "its weight is used without calling the module"
+RESCALED = "the model rescales its weight in evaluation, which a delta would not follow"
+PEFT_REFUSES = "PEFT trains no such adapter: a fused kernel uses its weight without calling the module"
+
 SHARED = {"shared": ("encoder.embed_tokens", "decoder.embed_tokens")}
 
+# Names that mean the same wherever they occur
+COMMON = Facts(
+    flat=(r"shared_(expert|experts|mlp)\..*", "shared_expert_gate"),
+    unmixable=(r"relative_attention_bias",),  # called with relative positions [T, T]
+    aliases=SHARED,
+)
+MAMBA = Facts(refused={"mixer.out_proj": PEFT_REFUSES, "dt_proj": UNUSED})
+
 FACTS: dict[str, Facts] = {
+    "dbrx": Facts(flat=("router.layer",)),
+    "deberta": Facts(unmixable=("pos_proj", "pos_q_proj")),  # called with the relative positions' table [1, 2k, H]
+    "deberta-v2": Facts(unmixable=("pos_(query|key)_proj",)),
+    "falcon_mamba": MAMBA,
+    "fsmt": Facts(refused={".*": TIME_FIRST}),
+    "jamba": Facts(refused={"dt_proj": UNUSED}),
+    "jetmoe": Facts(flat=("router.layer",)),
+    "longformer": Facts(unmixable=("self.(query|key|value)(_global)?",)),  # [T, R, H]
+    "led": Facts(unmixable=("(query|key|value)(_global)?",)),
+    "mamba": MAMBA,
+    "mamba2": MAMBA,
+    "nllb-moe": Facts(flat=("router.classifier",)),
     "opt": Facts(flat=("fc1", "fc2")),
-    "t5": Facts(unmixable=("relative_attention_bias",), aliases=SHARED),
-    "bart": Facts(aliases=SHARED),
-    "qwen2_moe": Facts(flat=(r"shared_expert\..*", "shared_expert_gate")),
-    "mamba": Facts(refused={"conv1d": UNUSED_WEIGHT, "dt_proj": UNUSED_WEIGHT}),
+    "prophetnet": Facts(aliases={"word_embeddings": ("encoder.word_embeddings", "decoder.word_embeddings")}),
+    "rwkv": Facts(refused={"attention.output|feed_forward.value": RESCALED}),
+    "swin": Facts(unmixable=("[qkvo]_proj",)),  # windows of images [R * windows, tokens, H]
+    "wavlm": Facts(unmixable=("rel_attn_embed",)),  # called with relative positions [T, T]
+    "whisper": Facts(refused={"encoder.embed_positions": "it is called with positions [T] that all rows share"}),
+    "xlnet": Facts(refused={".*": TIME_FIRST}),
+}
+
+# (model type, setting): facts that hold only where the setting is on
+WHEN: dict[tuple[str, str], Facts] = {
+    ("bloom", "slow_but_exact"): Facts(refused={"dense|dense_4h_to_h": UNUSED}),
+    # called a second time, with the relative positions' table [1, 2k, H]
+    ("deberta-v2", "share_att_key"): Facts(unmixable=("(query|key)_proj",)),
+    ("sew-d", "share_att_key"): Facts(unmixable=("(query|key)_proj",)),
 }
 
 
 def facts_of(config: object) -> Facts:
-    """The row of a Transformers config, by its model type."""
-    return FACTS.get(getattr(config, "model_type", ""), Facts())
+    """What holds for a Transformers config: by its model type and by those of the configs inside it."""
+    facts = COMMON
+    for part in configs_in(config):
+        kind = getattr(part, "model_type", "")
+        facts |= FACTS.get(kind, Facts())
+        for (model_type, setting), more in WHEN.items():
+            if model_type == kind and getattr(part, setting, None):
+                facts |= more
+    return facts
+
+
+def configs_in(config: object) -> Iterator[object]:
+    """The config, if there is one, and the configs inside it (text_config, encoder, ...)."""
+    if config is None:
+        return
+    yield config
+    for value in vars(config).values():
+        if getattr(value, "model_type", None) is not None:
+            yield from configs_in(value)
 
 
 def is_distributed(parameter: torch.Tensor) -> bool:

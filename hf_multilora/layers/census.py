@@ -48,7 +48,8 @@ def _outside_language(model: nn.Module) -> Callable[[str], bool]:
     and the rows are not.
     """
     config = getattr(model, "config", None)
-    if not any(PLACEHOLDER.match(key) and value is not None for part in configs_in(config) for key, value in vars(part).items()):
+    settings = {key for part in configs_in(config) for key, value in vars(part).items() if value is not None}
+    if not any(PLACEHOLDER.match(key) for key in settings):
         return lambda name: False
     paths = {id(module): name for name, module in model.named_modules()}
     language = paths.get(id(model.get_decoder()), "")  # type: ignore[operator]
