@@ -120,8 +120,8 @@ def measure(settings: argparse.Namespace, folder: Path, say: Callable[[str], Non
         )
         r = result["registration"]
         say(
-            f"registering {r['count']} adapters: first {r['first_ms']:.0f} ms, last {r['last_ms']:.0f} ms; medians of the "
-            f"first and the last 8: {r['first_median_ms']:.0f} and {r['last_median_ms']:.0f} ms ({r['ratio']:.2f}x)"
+            f"registering {r['count']} adapters: first {r['first_ms']:.0f} ms, last {r['last_ms']:.0f} ms; medians of "
+            f"the first and the last 8: {r['first_median_ms']:.0f} and {r['last_median_ms']:.0f} ms ({r['ratio']:.2f}x)"
         )
     return result
 
