@@ -135,6 +135,8 @@ def test_convolutions(tmp_path: Path) -> None:
     tiny.save(Convolution(), tmp_path, target_modules=["conv"])
     with pytest.raises(AdapterError, match=r"module conv: Conv LoRA is not supported \(a 4-D factor"):
         tiny.read(tmp_path, Convolution())
+    with pytest.raises(AdapterError, match="Conv LoRA is not supported"):  # by name, whatever the model says of it
+        read_adapter(tmp_path, {"conv": ModuleShape("other", refused="it is neither a linear nor an embedding")})
 
 
 def test_another_base(tmp_path: Path) -> None:
