@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,18 +40,15 @@ def shared_models(family: Callable[[str], Family]) -> Callable[[str], Any]:
 
 @pytest.fixture
 def served(family: Callable[[str], Family], shared_models: Callable[[str], Any]) -> Iterator[Callable[[str], Any]]:
-    """served("llama"): (Family, its MultiLoRAModel with adapters a, b, c), shared by tests, which must leave it as it was:
-    no request open, no default, its generation config untouched."""
-    used: list[tuple[Any, Any]] = []
+    """served("llama"): (Family, its MultiLoRAModel with adapters a, b, c), shared by tests, which restore it."""
+    used: list[Any] = []
 
     def get(name: str) -> tuple[Family, Any]:
-        model = shared_models(name)
-        used.append((model, copy.deepcopy(model.generation_config)))
-        return family(name), model
+        used.append(shared_models(name))
+        return family(name), used[-1]
 
     yield get
-    for model, config in used:
-        model.generation_config = config
+    for model in used:
         runtime = model._multilora
         assert not runtime.routing.open and runtime.default is None
         assert [e.name for e in runtime.store.catalogue] == ["a", "b", "c"]

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_multilora import MultiLoRAModel
 
-VOCAB, PAD, BOS = 64, 0, 1
+VOCAB, PAD, BOS = 64, 2, 1  # beam search takes a pad token of 0 for none
 NEW = 6  # tokens that tests generate
 Targets = tuple[int, list[str]]  # rank, module names
 
@@ -201,7 +201,7 @@ def prompts(lengths: Sequence[int], side: str = "left", seed: int = 0) -> dict[s
     mask = torch.zeros(len(lengths), width, dtype=torch.int64)
     for i, length in enumerate(lengths):
         at = slice(width - length, width) if side == "left" else slice(0, length)
-        ids[i, at] = torch.randint(2, VOCAB, (length,), generator=generator)
+        ids[i, at] = torch.randint(3, VOCAB, (length,), generator=generator)
         mask[i, at] = 1
     return {"input_ids": ids, "attention_mask": mask}
 

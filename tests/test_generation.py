@@ -76,3 +76,250 @@ def test_a_mixed_batch_is_each_row_alone(served: Served, name: str, way: str) ->
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders(served: Served, name: str, way: str) -> None:
     check_generate(*served(name), NAMES, prompts(LENGTHS), **DECODER_WAYS[way])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_right_padding(served: Served, name: str) -> None:
+    """Right padding as Transformers itself takes it: the pads stand between prompt and answer, for PEFT as well."""
+    family, model = served(name)
+    inputs = prompts(LENGTHS, side="right")
+    got = model.generate(**inputs, adapter_names=NAMES, max_new_tokens=NEW)[:, max(LENGTHS) :]
+    rows = [row_of(inputs, i) for i in range(len(NAMES))]
+    for other in (NAMES, [*NAMES[1:], NAMES[0]]):
+        truth = []
+        for i, adapter in enumerate(other):
+            with family.alone(adapter) as alone:
+                truth.append(alone.generate(**rows[i], max_new_tokens=NEW)[:, max(LENGTHS) :])
+        assert right_rows(got, truth) == [other is NAMES] * len(NAMES)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_negative_prompts(served: Served, name: str) -> None:
+    negative = prompts([2, 3, 2, 3], seed=5)
+    inputs = prompts(LENGTHS) | {
+        "negative_prompt_ids": negative["input_ids"], "negative_prompt_attention_mask": negative["attention_mask"],
+    }  # fmt: skip
+    check_generate(*served(name), NAMES, inputs, guidance_scale=1.8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_inputs_embeds(served: Served, name: str) -> None:
+    family, model = served(name)
+    inputs = prompts(LENGTHS)
+    ids = inputs.pop("input_ids")
+    inputs["inputs_embeds"] = family.base.get_input_embeddings()(ids).detach()
+    check_generate(family, model, NAMES, inputs)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_rows_that_end_early(served: Served, name: str, beams: int) -> None:
+    """The end token is one that the row of adapter "b" gives early; its row is padded, the others go on."""
+    family, model = served(name)
+    inputs = prompts(LENGTHS)
+    settings = {"num_beams": beams, "length_penalty": -3.0}  # of beams, short ones win
+    eos = int(family.row("b", row_of(inputs, 2), max_new_tokens=NEW, **settings)[0, 2])
+    got = check_generate(family, model, NAMES, inputs, eos_token_id=eos, max_new_tokens=NEW + 2, **settings)
+    assert (got[2, 4:] == PAD).all() and not (got[:, 4:] == PAD).all()
+
+
+def test_scores_are_each_rows(served: Served) -> None:
+    family, model = served("llama")
+    inputs = prompts(LENGTHS)
+    wanted = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
+    got = model.generate(**inputs, adapter_names=NAMES, **wanted)
+    for i, name in enumerate(NAMES):
+        with family.alone(name) as alone:
+            truth = alone.generate(**row_of(inputs, i), **wanted)
+        with family.alone(NAMES[i - 1]) as other:
+            wrong = other.generate(**row_of(inputs, i), **wanted)
+        for step in range(3):
+            torch.testing.assert_close(got.logits[step][i : i + 1], truth.logits[step], atol=1e-4, rtol=1e-4)
+            assert (got.logits[step][i] - wrong.logits[step][0]).abs().max() > 1e-2
+        torch.testing.assert_close(
+            got.hidden_states[1][-1][i : i + 1], truth.hidden_states[1][-1], atol=1e-4, rtol=1e-4
+        )
+
+
+# -- one prompt at a time, because Transformers allows no more --------------------------------------------------------
+ONE_ROW = ["a", None, "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("way", ["assistant", "prompt look-up"])
+def test_speculation(served: Served, name: str, way: str) -> None:
+    """The draft comes from a model without adapters, or from the prompt; the answer is the adapter's."""
+    family, model = served(name)
+    inputs = prompts([6])
+    draft: dict[str, Any] = {"assistant_model": family.base} if way == "assistant" else {"prompt_lookup_num_tokens": 2}
+    answers = [generated(model.generate(**inputs, adapter_names=[n], max_new_tokens=8, **draft), 6) for n in ONE_ROW]
+    truth = [family.row(n, inputs, max_new_tokens=8) for n in ONE_ROW]
+    assert [torch.equal(x, y) for x, y in zip(answers, truth, strict=True)] == [True] * 4
+    assert not any(torch.equal(answers[i], truth[i - 1]) for i in range(4))
+
+
+def test_an_assistant_with_adapters_of_its_own_does_not_take_the_request(served: Served, family: Any) -> None:
+    made, model = served("llama")
+    inputs = prompts([6])
+    assistant = made.model(["c"])
+    got = model.generate(**inputs, adapter_names=["b"], assistant_model=assistant, max_new_tokens=8)
+    assert torch.equal(got[:, 6:], made.row("b", inputs, max_new_tokens=8))
+    assert not torch.equal(got[:, 6:], made.row("c", inputs, max_new_tokens=8))
+    assert not assistant._multilora.routing.open
+
+
+class Collected:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_streaming(served: Served, name: str) -> None:
+    family, model = served(name)
+    inputs = prompts([5], seed=1)
+    for adapter, other in (("a", "b"), ("b", "c"), (None, "a")):
+        streamer = Collected()
+        model.generate(**inputs, adapter_names=[adapter], streamer=streamer, max_new_tokens=NEW)
+        truth, wrong = (family.row(x, inputs, max_new_tokens=NEW)[0].tolist() for x in (adapter, other))
+        count = len(truth) - family.seq2seq  # a decoder's start token is not streamed anew
+        assert streamer.ended and streamer.tokens[-count:] == truth[-count:] != wrong[-count:]
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_a_compiled_static_cache(family: Callable[[str], Family], name: str) -> None:
+    """The decode step that `generate` compiles serves any mix without being compiled again."""
+    made = family(name)
+    model = made.model()
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        graphs.append(len(example))
+        return graph.forward
+
+    torch._dynamo.reset()
+    config = tf.CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    inputs = prompts(LENGTHS)
+    settings = {"cache_implementation": "static", "max_new_tokens": NEW}
+    counts = []
+    for names in (NAMES, ["c", "b", None, "a"], ["b", "b", "b", "b"], [None] * 4):
+        got = model.generate(**inputs, adapter_names=names, compile_config=config, **settings)[:, max(LENGTHS) :]
+        counts.append(len(graphs))
+        assert all(right_rows(got, made.truth(names, inputs, max_new_tokens=NEW)))
+        if len(set(names)) > 1:
+            assert not any(right_rows(got, made.truth([*names[1:], names[0]], inputs, max_new_tokens=NEW)))
+    torch._dynamo.reset()
+    assert counts[0] > 0 and counts[1:] == [counts[0]] * 3, f"graphs compiled after each mix: {counts}"
+
+
+# -- how the adapters are named ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("spelling", ["tuple", "__base__", "ids", "list of ids", "block", "positional"])
+def test_spellings(served: Served, name: str, spelling: str) -> None:
+    family, model = served(name)
+    inputs = prompts(LENGTHS)
+    ids = [0 if n is None else next(r["id"] for r in model.list_adapters() if r["name"] == n) for n in NAMES]
+    how: dict[str, dict[str, Any]] = {
+        "tuple": {"adapter_names": tuple(NAMES)},
+        "__base__": {"adapter_names": [n or "__base__" for n in NAMES]},
+        "ids": {"adapter_ids": torch.tensor(ids)},
+        "list of ids": {"adapter_ids": ids},
+        "positional": {"adapter_names": NAMES},
+    }
+    if spelling == "block":
+        with model.adapters(NAMES):
+            got = model.generate(**inputs, max_new_tokens=NEW)
+            beams = model.generate(**inputs, max_new_tokens=NEW, num_beams=3, num_return_sequences=2)
+        check_rows(family, generated(beams, 0 if family.seq2seq else 7), NAMES, inputs, num_beams=3,
+                   num_return_sequences=2, max_new_tokens=NEW)  # fmt: skip
+    elif spelling == "positional":
+        got = model.generate(inputs.pop("input_ids"), **inputs, **how[spelling], max_new_tokens=NEW)
+        inputs = prompts(LENGTHS)
+    else:
+        got = model.generate(**inputs, **how[spelling], max_new_tokens=NEW)
+    check_rows(family, generated(got, 0 if family.seq2seq else 7), NAMES, inputs, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_the_default_adapter_serves_calls_that_name_none(served: Served, name: str) -> None:
+    family, model = served(name)
+    inputs = prompts(LENGTHS)
+    prompt = 0 if family.seq2seq else 7
+    settings = {"num_beams": 2, "max_new_tokens": NEW}
+    model.set_adapter("b")
+    try:
+        got = generated(model.generate(**inputs, **settings), prompt)
+        mixed = generated(model.generate(**inputs, **settings, adapter_names=NAMES), prompt)
+        with model.adapters(NAMES):
+            block = generated(model.generate(**inputs, **settings), prompt)
+    finally:
+        model.set_adapter(None)
+    assert all(right_rows(got, family.truth(["b"] * 4, inputs, **settings)))
+    assert right_rows(got, family.truth(NAMES, inputs, **settings)) == [False, False, True, False]
+    check_rows(family, mixed, NAMES, inputs, **settings)
+    assert torch.equal(mixed, block)
+    base = generated(model.generate(**inputs, **settings), prompt)
+    assert all(right_rows(base, family.truth([None] * 4, inputs, **settings)))
+
+
+def test_generate_from_nothing(served: Served) -> None:
+    """Without a prompt `generate` starts one row from the BOS token."""
+    family, model = served("llama")
+    with family.alone("b") as alone:
+        truth = alone.generate(max_new_tokens=NEW)
+    assert int(truth[0, 0]) == BOS
+    assert torch.equal(model.generate(adapter_names=["b"], max_new_tokens=NEW), truth)
+    assert not torch.equal(model.generate(adapter_names=["a"], max_new_tokens=NEW), truth)
+
+
+# -- forward ----------------------------------------------------------------------------------------------------------
+def forwards(family: Family, name: str | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with family.alone(name) as alone, torch.no_grad():
+        return alone(**inputs).logits
+
+
+@pytest.mark.parametrize("name", [*ALL, "bert"])
+@pytest.mark.parametrize("tokens", [4, 9, 13])
+def test_forward(served: Served, name: str, tokens: int) -> None:
+    """9 tokens x 4 rows is beyond what the gated path serves; 4 tokens x 4 rows is a square that could be turned."""
+    family, model = served(name)
+    inputs: dict[str, torch.Tensor] = {"input_ids": torch.randint(3, VOCAB, (4, tokens))}
+    if family.seq2seq:
+        inputs["decoder_input_ids"] = torch.randint(3, VOCAB, (4, 5))
+    with torch.no_grad():
+        got = model(**inputs, adapter_names=NAMES).logits
+    for i, adapter in enumerate(NAMES):
+        torch.testing.assert_close(got[i : i + 1], forwards(family, adapter, row_of(inputs, i)), atol=2e-4, rtol=1e-3)
+        wrong = forwards(family, NAMES[i - 1], row_of(inputs, i))
+        assert (got[i : i + 1] - wrong).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("ends", ["position_ids", "cu_seq_lens_q"])
+def test_sequences_packed_into_one_row(served: Served, ends: str) -> None:
+    """Sequences in one row, told apart by positions that restart, or by their lengths, each with its adapter."""
+    family, model = served("llama")
+    names, lengths = ["b", None, "a"], [4, 2, 5]
+    ids = torch.randint(3, VOCAB, (1, sum(lengths)))
+    packed: dict[str, Any] = {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    mask = torch.block_diag(*[torch.ones(n, n).tril() for n in lengths]).bool()[None, None]
+    if ends == "cu_seq_lens_q":
+        edges = torch.tensor([0, 4, 6, 11], dtype=torch.int32)
+        packed |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "attention_mask": mask}
+    packed["use_cache"] = False  # Transformers looks for restarting positions where there is no cache
+    with torch.no_grad():
+        got = model(**packed, adapter_names=names).logits[0].split(lengths)
+        turned = model(**packed, adapter_names=names[1:] + names[:1]).logits[0].split(lengths)
+    for own, wrong, name, row in zip(got, turned, names, ids[0].split(lengths), strict=True):
+        truth = forwards(family, name, {"input_ids": row[None]})[0]
+        torch.testing.assert_close(own, truth, atol=2e-4, rtol=1e-3)
+        assert (wrong - truth).abs().max() > 1e-2
