@@ -80,8 +80,11 @@ def check_generate(arguments: Mapping[str, Any], configs: Sequence[Any], reason:
             raise refuse(f"{name}={value}", reason)
     pad = _setting("pad_token_id", arguments, configs)
     eos = _setting("eos_token_id", arguments, configs)
-    if pad is None and eos is not None:
-        pad = torch.as_tensor(eos).flatten()[0]  # as Transformers does
+    beams = (_setting("num_beams", arguments, configs) or 1) > 1
+    if eos is not None and (
+        pad is None or (beams and not pad)
+    ):  # beam search takes pad 0 for none: as Transformers does
+        pad = torch.as_tensor(eos).flatten()[0]
     return 0 if pad is None else int(pad)  # without either, all rows end together
 
 
