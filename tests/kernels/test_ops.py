@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_multilora.kernels import ops
 from hf_multilora.kernels.torch_backend import add_one, expand_gated
@@ -222,7 +223,7 @@ def test_traced_without_a_break_for_any_mix() -> None:
         return torch.ops.hf_multilora.lora_expand(y, h, c.b, *tables)
 
     c = case()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(both, fullgraph=True, backend=counter)
     for slots in MIXES.values():
         assert torch.equal(compiled(c.x, c.y, c.tables(slots)), grouped(c, slots)[1])
