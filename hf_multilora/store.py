@@ -42,6 +42,8 @@ class AdapterStore:
     catalogue: Catalogue = field(default_factory=Catalogue)
     slots: OrderedDict[int, int] = field(default_factory=OrderedDict)  # id -> slot, least recently used first
     hosted: OrderedDict[int, None] = field(default_factory=OrderedDict)  # id, least recently used first
+    hosted_bytes: int = 0
+    pins: set[int] = field(default_factory=set)
     loads: int = 0
     evictions: int = 0
 
@@ -85,7 +87,7 @@ class AdapterStore:
             entry = self._entry(name, old.id, adapter, reader)
             entry.pinned = old.pinned
             self._free_slot(old)
-            self.hosted.pop(old.id, None)
+            self._drop_host(old)
             self.catalogue.put(entry)
             self._host(entry)
             return entry
@@ -95,31 +97,34 @@ class AdapterStore:
             entry = self.catalogue.entry(name)
             self._require_idle(entry, "deleted")
             self._free_slot(entry)
-            self.hosted.pop(entry.id, None)
+            self._drop_host(entry)
+            self.pins.discard(entry.id)
             self.catalogue.drop(entry)
 
     def pin(self, name: str) -> None:
         """Keep the adapter in both tiers. Raises CapacityError where more would be pinned than there are slots."""
         with self.lock:
             entry = self.catalogue.entry(name)
-            pinned = [e.name for e in self.catalogue if e.pinned and e is not entry]
+            pinned = [self.catalogue.by_id(i).name for i in self.pins if i != entry.id]
             if len(pinned) >= self.max_loras:
                 raise CapacityError(
                     f"at most max_loras={self.max_loras} adapters can be pinned, {pinned} are; unpin one or raise "
                     f"max_loras"
                 )
             entry.pinned = True
+            self.pins.add(entry.id)
 
     def unpin(self, name: str) -> None:
         with self.lock:
-            self.catalogue.entry(name).pinned = False
+            entry = self.catalogue.entry(name)
+            entry.pinned = False
+            self.pins.discard(entry.id)
 
     # -- residency -------------------------------------------------------------------------------------------
     def room(self, wanted: Iterable[int]) -> int:
         """How many distinct adapters a call that wants these can have in slots at once."""
-        wanted = set(wanted)
-        held = [e for e in self.catalogue if e.id not in wanted and (e.pinned or e.in_flight)]
-        return self.max_loras - len(held)
+        busy = {i for i in self.slots if self.catalogue.by_id(i).in_flight}  # what is in flight has a slot
+        return self.max_loras - len((busy | self.pins) - set(wanted))
 
     def acquire(self, ids: Iterable[int]) -> dict[int, int]:
         """Bring adapters into slots and hold them there: id -> slot (the base has none). Undo with `release`.
@@ -198,10 +203,19 @@ class AdapterStore:
                     f"changed; load_adapter(..., {entry.name!r}, load_inplace=True) takes the new ones"
                 )
             entry.host = self.device.pack(adapter)
+        if entry.id not in self.hosted:
+            self.hosted_bytes += entry.nbytes
         self.hosted[entry.id] = None
         self.hosted.move_to_end(entry.id)
-        self._trim(keep=entry)
+        if self._over():
+            self._trim(keep=entry)
         return entry.host
+
+    def _drop_host(self, entry: Entry) -> None:
+        if entry.id in self.hosted:
+            del self.hosted[entry.id]
+            self.hosted_bytes -= entry.nbytes
+        entry.host = None
 
     def _trim(self, keep: Entry) -> None:
         """Drop least recently used host copies, and their slots with them, until the rest fits."""
@@ -212,14 +226,12 @@ class AdapterStore:
             if entry is keep or entry.pinned or entry.in_flight or entry.reader is None:
                 continue
             self._free_slot(entry)
-            entry.host = None
-            del self.hosted[adapter_id]
+            self._drop_host(entry)
 
     def _over(self) -> bool:
         if self.max_cpu_loras is not None:
             return len(self.hosted) > self.max_cpu_loras
-        held = sum(self.catalogue.by_id(i).nbytes for i in self.hosted)
-        return len(self.hosted) > self.max_loras and held > self.host_bytes
+        return len(self.hosted) > self.max_loras and self.hosted_bytes > self.host_bytes
 
     @staticmethod
     def _require_idle(entry: Entry, verb: str) -> None:
