@@ -82,6 +82,9 @@ def generate(
 ) -> Any:
     """One `generate` on `model`, its prompts routed for the whole call."""
     runtime: Runtime = model._multilora
+    if kwargs.get("cache_implementation") == "paged":  # Transformers then runs generate_batch
+        require_one_adapter(model, names, ids)
+        return base_generate(*args, **kwargs)
     with runtime.lock:
         rows = runtime.resolve(names, ids)
         arguments = bind(parameter_names(base_generate), args, kwargs)
@@ -109,6 +112,18 @@ def generate(
             with runtime.request([rows[i] for i in some]):
                 outputs.append(base_generate(**part))
         return passes.merge_sequences(outputs, plan, pad)
+
+
+def require_one_adapter(model: Any, names: Any, ids: Any) -> None:
+    """Continuous batching calls the model from a thread of its own, which would wait for this thread's block."""
+    runtime: Runtime = model._multilora
+    with runtime.lock:
+        routed = names is not None or ids is not None or runtime.routing.open
+    if routed:
+        raise NotImplementedError(
+            "continuous batching (generate_batch, cache_implementation='paged') must run with one adapter for all "
+            "requests, got adapters per row: call set_adapter(name) before it, or use generate with another cache"
+        )
 
 
 def _check_prompts(arguments: Mapping[str, Any], rows: int) -> None:

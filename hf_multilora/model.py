@@ -76,6 +76,11 @@ class MultiLoRAModel:
         """Transformers' `generate`; row i of the prompts uses adapter i, also all its beams and return sequences."""
         return calls.generate(self, super().generate, args, kwargs, adapter_names, adapter_ids)  # type: ignore[misc]
 
+    def generate_batch(self, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:
+        """Transformers' continuous batching; all requests get the default adapter (`set_adapter`), or the base."""
+        calls.require_one_adapter(self, adapter_names, adapter_ids)
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
     @contextmanager
     def adapters(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
         """Route the rows of every call of the model inside the block, whoever makes it. Other threads wait."""

@@ -75,12 +75,12 @@ def check_generate(arguments: Mapping[str, Any], configs: Sequence[Any], reason:
         if arguments.get(name) not in (None, []):
             raise refuse(name, reason)
     for name in ("do_sample", "return_dict_in_generate", "max_time"):
-        value = _setting(name, arguments, configs)
+        value = setting(name, arguments, configs)
         if value:
             raise refuse(f"{name}={value}", reason)
-    pad = _setting("pad_token_id", arguments, configs)
-    eos = _setting("eos_token_id", arguments, configs)
-    beams = (_setting("num_beams", arguments, configs) or 1) > 1
+    pad = setting("pad_token_id", arguments, configs)
+    eos = setting("eos_token_id", arguments, configs)
+    beams = (setting("num_beams", arguments, configs) or 1) > 1
     if eos is not None and (
         pad is None or (beams and not pad)
     ):  # beam search takes pad 0 for none: as Transformers does
@@ -88,7 +88,7 @@ def check_generate(arguments: Mapping[str, Any], configs: Sequence[Any], reason:
     return 0 if pad is None else int(pad)  # without either, all rows end together
 
 
-def _setting(name: str, arguments: Mapping[str, Any], configs: Sequence[Any]) -> Any:
+def setting(name: str, arguments: Mapping[str, Any], configs: Sequence[Any]) -> Any:
     """What `generate` will use: its own argument (None, too), else the first config that sets it."""
     if name in arguments:
         return arguments[name]
