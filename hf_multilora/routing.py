@@ -148,8 +148,8 @@ class Routing:
         elif flat and len(lead) == 1:
             if lead[0] % rows == 0 and (torch.compiler.is_compiling() or lead[0] == rows * (self.tokens or 1)):
                 return x.reshape(rows, -1, *tail)
-        elif lead and lead[0] == rows:
-            return x.reshape(rows, -1, *tail)
+        elif lead and lead[0] == rows and not (trailing == 0 and len(lead) == 1 and 1 < rows == self.tokens):
+            return x.reshape(rows, -1, *tail)  # a list of ids may be one per row, or as long as the rows are: positions
         raise RoutingError(
             f"{module}: the first dimension of its input must be the {rows} rows of this call, got shape "
             f"{tuple(x.shape)}; its rows cannot be attributed to adapters. Run one adapter per call for this module"
