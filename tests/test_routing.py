@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_multilora import RoutingError
-from hf_multilora.pool import BASE, Layout
+from hf_multilora.pool import BASE, FREE, Layout
 from hf_multilora.routing import Request, Routing
 
 SPANS = ((0, 0, 3), (2, 3, 2))  # slot 0 owns rank rows 0..2, slot 2 owns 3..4
@@ -48,6 +48,15 @@ def routing(layout: CountedLayout) -> Iterator[Routing]:
 def opened(layout: Layout) -> list[list[int]]:
     """Per row, the rank rows that are open to it."""
     return [(~row).nonzero().flatten().tolist() for row in layout.closed]
+
+
+def test_a_layout_opens_to_each_row_its_own_rank_rows_only(layout: CountedLayout) -> None:
+    assert layout.owner.tolist() == [0, 0, 0, 2, 2, FREE]
+    assert layout.starts.tolist() == [0, 0, 3, 0] and layout.ranks.tolist() == [3, 0, 2, 0] and layout.max_rank == 3
+    layout.write(torch.tensor([2, BASE, 0, 1], dtype=torch.int32), frozenset({0, 1, 2}))
+    assert layout.live and opened(layout) == [[3, 4], [], [0, 1, 2], []]
+    layout.write(torch.tensor([BASE, 1], dtype=torch.int32), frozenset({1}))
+    assert opened(layout) == [[], []] and not layout.live, "slot 1 has no rank rows in these modules"
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
