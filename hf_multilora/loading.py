@@ -26,6 +26,9 @@ AUTO_CLASSES = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 
+# Arguments that say which files are read: the base's config is read from the same place as its weights
+WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
 
 def load(
     base: Any,
@@ -88,7 +91,10 @@ def load_base(
             raise ValueError(f"the adapters must share one task_type, got {sorted(tasks)}; pass auto_class")
         auto_class = AUTO_CLASSES.get(tasks.pop()) if tasks else None
     if auto_class is None:
-        config = transformers.AutoConfig.from_pretrained(base)
+        config = kwargs.get("config")
+        if config is None:
+            where = {key: kwargs[key] for key in WHERE if key in kwargs}
+            config = transformers.AutoConfig.from_pretrained(base, **where)
         auto_class = (config.architectures or ["AutoModel"])[0]
     if isinstance(auto_class, str):
         name, auto_class = auto_class, getattr(transformers, auto_class, None)

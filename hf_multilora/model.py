@@ -114,6 +114,8 @@ class MultiLoRAModel:
         known = name in runtime.store.catalogue
         if known and not load_inplace:
             runtime.store.refuse_taken(name)
+        if pinned:
+            runtime.store.refuse_pin(name)
         runtime.register(name, reader(), reader, replace=known)
         if pinned:
             self.pin_adapter(name)
@@ -124,8 +126,7 @@ class MultiLoRAModel:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         for name in names:
             self._multilora.require_not_default(name, "deleted")
-        for name in names:
-            self._multilora.store.delete(name)
+        self._multilora.store.delete(*names)
 
     def pin_adapter(self, adapter_name: str) -> None:
         """Keep an adapter in host memory and, from its first use, in its slot. Raises CapacityError past max_loras."""

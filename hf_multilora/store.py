@@ -92,27 +92,33 @@ class AdapterStore:
             self._host(entry)
             return entry
 
-    def delete(self, name: str) -> None:
+    def delete(self, *names: str) -> None:
+        """Forget adapters: all of them, or on an error none."""
         with self.lock:
-            entry = self.catalogue.entry(name)
-            self._require_idle(entry, "deleted")
-            self._free_slot(entry)
-            self._drop_host(entry)
-            self.pins.discard(entry.id)
-            self.catalogue.drop(entry)
+            entries = [self.catalogue.entry(name) for name in dict.fromkeys(names)]
+            for entry in entries:
+                self._require_idle(entry, "deleted")
+            for entry in entries:
+                self._free_slot(entry)
+                self._drop_host(entry)
+                self.pins.discard(entry.id)
+                self.catalogue.drop(entry)
 
     def pin(self, name: str) -> None:
         """Keep the adapter in both tiers. Raises CapacityError where more would be pinned than there are slots."""
         with self.lock:
             entry = self.catalogue.entry(name)
-            pinned = [self.catalogue.by_id(i).name for i in self.pins if i != entry.id]
-            if len(pinned) >= self.max_loras:
-                raise CapacityError(
-                    f"at most max_loras={self.max_loras} adapters can be pinned, {pinned} are; unpin one or raise "
-                    f"max_loras"
-                )
+            self.refuse_pin(name)
             entry.pinned = True
             self.pins.add(entry.id)
+
+    def refuse_pin(self, name: str) -> None:
+        """Raises CapacityError where a pin of `name`, registered or not, would be one too many."""
+        pinned = [known for known in map(self.catalogue.names.__getitem__, sorted(self.pins)) if known != name]
+        if len(pinned) >= self.max_loras:
+            raise CapacityError(
+                f"at most max_loras={self.max_loras} adapters can be pinned, {pinned} are; unpin one or raise max_loras"
+            )
 
     def unpin(self, name: str) -> None:
         with self.lock:
