@@ -13,7 +13,20 @@ from torch import nn
 
 from hf_multilora import MultiLoRAModel
 from hf_multilora.layers import LoraLayer
-from tests.tiny import LINEARS, Family, assert_rows, bert, gpt2, ids, llama, logits, same_ids, save_adapter, t5
+from tests.tiny import (
+    LINEARS,
+    Family,
+    assert_rows,
+    bert,
+    gpt2,
+    ids,
+    llama,
+    logits,
+    same_ids,
+    save_adapter,
+    snapshot,
+    t5,
+)
 
 INPUTS = same_ids(4)
 NAMES = ["head", None, "table", "both"]
@@ -149,19 +162,6 @@ BASES: dict[str, tuple[Any, list[str]]] = {
     "t5": (t5_with_hooks, ["q", "wo"]),
     "accelerate on the model": (lambda: add_hook_to_module(llama(), Seen()), [*LINEARS]),
 }
-
-
-def snapshot(model: Any) -> dict[str, Any]:
-    """All that can be seen of every module, without the objects that are compared by value."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        keys = {k: type(v) for k, v in vars(module).items()}
-        hooks = {k: (list(v), list(map(id, v.values()))) for k, v in vars(module).items() if "hooks" in k and v}
-        found[name] = (id(module), type(module), list(keys.items()), hooks)
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.storage_offset())
-        found[f"tensor {name}"] = (id(tensor), type(tensor), layout, tensor.untyped_storage().nbytes())
-    return found
 
 
 def answer(model: Any) -> torch.Tensor:

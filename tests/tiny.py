@@ -154,3 +154,16 @@ def assert_rows(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
     assert got.shape == want.shape
     assert error(got, want) < tolerance
     assert error(got.roll(1, 0), want) > 20 * tolerance, "a permuted batch passes: the check says nothing"
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    """All that can be seen of every module, without the objects that are compared by value."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        keys = {k: type(v) for k, v in vars(module).items()}
+        hooks = {k: (list(v), list(map(id, v.values()))) for k, v in vars(module).items() if "hooks" in k and v}
+        found[name] = (id(module), type(module), list(keys.items()), hooks)
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.storage_offset())
+        found[f"tensor {name}"] = (id(tensor), type(tensor), layout, tensor.untyped_storage().nbytes())
+    return found
