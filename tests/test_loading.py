@@ -26,6 +26,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("adapters")
     family = Family(llama(), folder, {"a": {"r": 3}, "b": {"r": 5}, "c": {"targets": ["o_proj"]}})
+    family.base.save_pretrained(folder / "base")
+    family.paths["base"] = folder / "base"
     return family
 
 
