@@ -64,6 +64,7 @@ class Residency:
             slots = ModuleSlots(
                 name, shape.in_features, shape.out_features, self.routing,
                 flat=self.facts.matches("flat", name), tied=users[id(module._parameters.get("weight"))] > 1,
+                mixable=shape.mixable,
             )  # fmt: skip
             slots.fixed_dtype = self.config.dtype
             wrap(module, shape.kind, slots)

@@ -61,30 +61,37 @@ SHARED = {"shared": ("encoder.embed_tokens", "decoder.embed_tokens")}
 # Names that mean the same wherever they occur
 COMMON = Facts(
     flat=(r"shared_(expert|experts|mlp)\..*", "shared_expert_gate"),
-    unmixable=(r"relative_attention_bias",),  # called with relative positions [T, T]
+    unmixable=("relative_attention_bias",),  # called with relative positions [T, T]
     aliases=SHARED,
 )
-MAMBA = Facts(refused={"mixer.out_proj": PEFT_REFUSES, "dt_proj": UNUSED})
+MAMBA = Facts(refused={r"mixer\.out_proj": PEFT_REFUSES, "dt_proj": UNUSED})
 
 FACTS: dict[str, Facts] = {
-    "dbrx": Facts(flat=("router.layer",)),
+    "afmoe": Facts(flat=(r"router\.gate",)),
+    "dbrx": Facts(flat=(r"router\.layer",)),
     "deberta": Facts(unmixable=("pos_proj", "pos_q_proj")),  # called with the relative positions' table [1, 2k, H]
     "deberta-v2": Facts(unmixable=("pos_(query|key)_proj",)),
+    "falcon_h1": Facts(refused={r"mamba\.out_proj": PEFT_REFUSES}),
     "falcon_mamba": MAMBA,
     "fsmt": Facts(refused={".*": TIME_FIRST}),
+    "hunyuan_v1_moe": Facts(flat=(r"gate\.wg",)),
     "jamba": Facts(refused={"dt_proj": UNUSED}),
-    "jetmoe": Facts(flat=("router.layer",)),
-    "longformer": Facts(unmixable=("self.(query|key|value)(_global)?",)),  # [T, R, H]
+    "jetmoe": Facts(flat=(r"router\.layer",)),
+    "longformer": Facts(unmixable=(r"self\.(query|key|value)(_global)?",)),  # [T, R, H]
     "led": Facts(unmixable=("(query|key|value)(_global)?",)),
     "mamba": MAMBA,
     "mamba2": MAMBA,
-    "nllb-moe": Facts(flat=("router.classifier",)),
+    "nemotron_h": Facts(refused={r"mixer\.out_proj": PEFT_REFUSES}),
+    "nllb-moe": Facts(flat=(r"router\.classifier",)),
     "opt": Facts(flat=("fc1", "fc2")),
     "prophetnet": Facts(aliases={"word_embeddings": ("encoder.word_embeddings", "decoder.word_embeddings")}),
-    "rwkv": Facts(refused={"attention.output|feed_forward.value": RESCALED}),
+    "rwkv": Facts(refused={r"attention\.output|feed_forward\.value": RESCALED}),
     "swin": Facts(unmixable=("[qkvo]_proj",)),  # windows of images [R * windows, tokens, H]
+    "swinv2": Facts(unmixable=(r"attention\.(self|output)\..*",)),
+    "wav2vec2-bert": Facts(unmixable=("distance_embedding",)),  # called with relative positions [T, T]
+    "wav2vec2-conformer": Facts(unmixable=("linear_pos",)),  # called with the relative positions' table [1, 2T - 1, H]
     "wavlm": Facts(unmixable=("rel_attn_embed",)),  # called with relative positions [T, T]
-    "whisper": Facts(refused={"encoder.embed_positions": "it is called with positions [T] that all rows share"}),
+    "whisper": Facts(refused={r"encoder\.embed_positions": "it is called with positions [T] that all rows share"}),
     "xlnet": Facts(refused={".*": TIME_FIRST}),
 }
 

@@ -34,8 +34,9 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         reason = shape.refused or facts.refusal(name)
         if reason is None and _inside_experts(name):
             reason = "modules of single experts are not supported yet"
-        if reason is None and shape.kind != "other" and _reads_weight_only(type(parents[outer]), own):
-            reason = f"it is never called: {type(parents[outer]).__name__} uses its weight directly"
+        parent: type = type(parents[outer])
+        if reason is None and shape.kind != "other" and _reads_weight_only(parent, own):
+            reason = f"it is never called: {parent.__name__} uses its weight directly"
         mixable = not facts.matches("unmixable", name) and not outside(name)
         census[name] = replace(shape, refused=reason, mixable=mixable)
     return census

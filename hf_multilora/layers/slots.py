@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..pool import Layout, RankRows, bucket
-from ..routing import Routing
+from ..routing import Routing, RoutingError
 
 BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see ModuleSlots.path
 GATED_TOKENS = (
@@ -31,6 +31,7 @@ class ModuleSlots:
         *,
         flat: bool = False,
         tied: bool = False,
+        mixable: bool = True,
     ) -> None:
         self.name = name
         self.in_features = in_features
@@ -38,6 +39,7 @@ class ModuleSlots:
         self.routing = routing
         self.flat = flat  # the module is known to get its tokens flattened, row after row
         self.tied = tied  # other modules use its weight, so it stays where it is
+        self.mixable = mixable  # the rows of its input are batch rows
         self.fixed_dtype: torch.dtype | None = None
         self.rows = RankRows()
         self.layout: Layout | None = None
@@ -61,12 +63,21 @@ class ModuleSlots:
         if layout is None:
             return BASE_ONLY
         if routing.open and torch.compiler.is_compiling():
-            return MIXED
+            return self._mixed()
         if not routing.active:
             return BASE_ONLY
         if routing.uniform is not None:
             return ONE if routing.uniform in layout.spans else BASE_ONLY
-        return MIXED if layout.live else BASE_ONLY
+        return self._mixed() if layout.live else BASE_ONLY
+
+    def _mixed(self) -> int:
+        if not self.mixable:
+            raise RoutingError(
+                f"{self.name}: the rows of its input are not the rows of the batch (positions, patches, ...), so all "
+                f"rows of a call must have one adapter where an adapter trains it. Pass adapter_names to forward or "
+                f"generate, which then run one adapter at a time, or split the batch"
+            )
+        return MIXED
 
     def own(self) -> tuple[Tensor, Tensor]:
         """A [r, in] and B [r, out] of the one adapter that all rows share."""
