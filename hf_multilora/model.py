@@ -86,7 +86,8 @@ class MultiLoRAModel:
         """Route the rows of every call of the model inside the block, whoever makes it. Other threads wait."""
         runtime = self._multilora
         ids = runtime.resolve(adapter_names, None)
-        assert ids is not None
+        if ids is None:
+            raise TypeError("adapter_names must be a list with one name (or None for the base) per row, got None")
         with runtime.request(ids):
             yield
 

@@ -15,7 +15,6 @@ from .catalogue import check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
 from .formats import Adapter, read_adapter
-from .layers.augmented import settle
 from .patches.facts import Facts
 from .pool import BASE
 from .residency import Residency
@@ -92,7 +91,8 @@ class Runtime(Residency):
         with self.lock:
             entry = None if name is None else self.store.catalogue.entry(name)
             slots = self.store.acquire([] if entry is None else [entry.id])
-            self.refresh()
+            with self.store.lock:
+                self.refresh()
             self.routing.stand(BASE if entry is None else slots[entry.id])
             if self.default is not None:
                 self.store.release([self.store.catalogue.entry(self.default).id])
@@ -138,7 +138,7 @@ class Runtime(Residency):
             if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
                 raise TypeError(f"adapter_ids must be integers [rows], got {ids.dtype} {tuple(ids.shape)}")
             ids = ids.tolist()
-        if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+        if not isinstance(ids, Sequence) or any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
             raise TypeError(f"adapter_ids must be integers [rows], got {ids!r}")
         for i in set(ids) - {0}:
             self.store.catalogue.by_id(i)
@@ -156,9 +156,9 @@ class Runtime(Residency):
         with self.lock:
             slots = self.store.acquire(ids)
             try:
-                self.refresh()
-                for module, site in self.sites.values():
-                    settle(module, site)
+                with self.store.lock:  # a load in another thread adds sites
+                    self.refresh()
+                    self.settle(slots.values())
                 self.routing.push(Request(tuple(slots.get(i, BASE) for i in ids), ragged=ragged))
                 try:
                     yield
