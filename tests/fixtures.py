@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import FAMILIES, Family
+from tests.models import FAMILIES, INPUTS, NAMES, NEW, Family, right_rows
+
+Steady = tuple[Any, list[torch.Tensor], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +55,47 @@ def served(family: Callable[[str], Family], shared_models: Callable[[str], Any])
         assert not runtime.routing.open and runtime.default is None
         assert [e.name for e in runtime.store.catalogue] == ["a", "b", "c"]
         assert all(e.in_flight == 0 for e in runtime.store.catalogue)
+
+
+def answers(model: Any) -> list[torch.Tensor]:
+    """What the model gives now: mixed rows, the base, a forward."""
+    with torch.no_grad():
+        return [
+            model.generate(**INPUTS, adapter_names=NAMES, max_new_tokens=NEW),
+            model.generate(**INPUTS, max_new_tokens=NEW),
+            model(**INPUTS, adapter_names=NAMES).logits,
+        ]
+
+
+def state(model: Any) -> dict[str, Any]:
+    """What no failed call may change."""
+    runtime = model._multilora
+    return {
+        "open": runtime.routing.open,
+        "active": runtime.routing.active,
+        "uniform": runtime.routing.uniform,
+        "rows": runtime.routing.rows,
+        "adapters": [(e.name, e.id, e.digest, e.pinned, e.in_flight) for e in runtime.store.catalogue],
+        "sites": set(runtime.sites),
+        "default": runtime.default,
+        "held by this thread": runtime.lock._is_owned(),
+    }
+
+
+@pytest.fixture(scope="session")
+def steady(family: Callable[[str], Family]) -> Steady:
+    model = family("llama").model()
+    first = answers(model)
+    truth = family("llama").truth(NAMES, INPUTS, max_new_tokens=NEW)
+    assert all(right_rows(first[0][:, 7:], truth)) and not torch.equal(first[0], first[1])
+    return model, first, state(model)
+
+
+@pytest.fixture
+def model(steady: Steady) -> Iterator[Any]:
+    """A model that must answer after the test what it answered before."""
+    model, first, before = steady
+    yield model
+    assert state(model) == before
+    for now, then in zip(answers(model), first, strict=True):
+        torch.testing.assert_close(now, then, atol=1e-5, rtol=1e-5)

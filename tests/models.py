@@ -242,3 +242,8 @@ def check_rows(
     assert all(rights), f"rows that are not PEFT's: {[i for i, ok in enumerate(rights) if not ok]} of {names}"
     wrong = right_rows(got, family.truth(rotated, inputs, **settings))
     assert not any(wrong), f"rows that another adapter answers in the same way: {wrong}: the test could not fail"
+
+
+NAMES = ["a", None, "b", "c"]
+LENGTHS = [3, 7, 5, 4]
+INPUTS = prompts(LENGTHS)

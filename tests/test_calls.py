@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import BOS, NEW, VOCAB, Family, check_rows, generated, prompts, right_rows, row_of
+from tests.models import BOS, LENGTHS, NAMES, NEW, VOCAB, Family, check_rows, generated, prompts, right_rows, row_of
 
 pytest_plugins = ("tests.fixtures",)
 
 Served = Callable[[str], tuple[Family, Any]]
-NAMES = ["a", None, "b", "c"]
-LENGTHS = [3, 7, 5, 4]
 ALL = ["llama", "gpt2", "opt", "t5", "bart"]
 
 

@@ -10,6 +10,8 @@ import torch
 import transformers as tf
 
 from tests.models import (
+    LENGTHS,
+    NAMES,
     NEW,
     PAD,
     Family,
@@ -23,8 +25,6 @@ from tests.models import (
 pytest_plugins = ("tests.fixtures",)
 
 Served = Callable[[str], tuple[Family, Any]]
-NAMES = ["a", None, "b", "c"]
-LENGTHS = [3, 7, 5, 4]
 DECODERS = ["llama", "gpt2", "opt"]
 ENCODER_DECODERS = ["t5", "bart"]
 ALL = [*DECODERS, *ENCODER_DECODERS]
