@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .catalogue import HostAdapter
 from .config import MultiLoRAConfig
 from .formats import Adapter, AdapterError, ModuleShape
 from .layers import ModuleSlots, take_census, unwrap, wrap
+from .layers.augmented import settle
 from .layers.slots import home_of
 from .patches.facts import Facts
 from .pool import Layout
@@ -33,6 +34,7 @@ class Residency:
         self.routing = Routing(config.max_loras)
         self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
         self.sites: dict[str, tuple[nn.Module, ModuleSlots]] = {}
+        self.parents: dict[str, tuple[nn.Module, str]] = {}  # of the adapted modules: parent, own name
         self.unmixable: set[str] = set()
         self._layouts: dict[Any, Layout] = {}
         self._stale = False
@@ -59,7 +61,11 @@ class Residency:
             users[id(weight)] = users.get(id(weight), 0) + 1
         for name in names:
             if name in self.sites:
-                continue
+                if self._in_place(name):
+                    continue
+                if any(name in entry.ranks for entry in self.store.catalogue):
+                    raise self._replaced(name)
+                self.release_site(name)
             module, shape = self.model.get_submodule(name), census[name]
             slots = ModuleSlots(
                 name, shape.in_features, shape.out_features, self.routing,
@@ -71,10 +77,31 @@ class Residency:
             if not shape.mixable:
                 self.unmixable.add(name)
             self.sites[name] = (module, slots)
+            parent, _, own = name.rpartition(".")
+            self.parents[name] = (self.model.get_submodule(parent), own)
 
     def release_site(self, name: str) -> None:
         module, _ = self.sites.pop(name)
+        del self.parents[name]
         unwrap(module)
+
+    def settle(self, slots: Collection[int]) -> None:
+        """Before a request with these slots. Raises RuntimeError where its rows would lose a replaced module."""
+        for name, (module, site) in self.sites.items():
+            settle(module, site)
+            if not self._in_place(name) and not site.rows.spans.keys().isdisjoint(slots):
+                raise self._replaced(name)
+
+    def _in_place(self, name: str) -> bool:
+        parent, own = self.parents[name]
+        return parent._modules.get(own) is self.sites[name][0]
+
+    def _replaced(self, name: str) -> RuntimeError:
+        trained = [entry.name for entry in self.store.catalogue if name in entry.ranks]
+        return RuntimeError(
+            f"{name} must be the module that was adapted, it was replaced by another, and adapters {trained[:5]} train "
+            f"it: their rows would lose it. Put it back, or delete them; or unpatch() and call from_pretrained again"
+        )
 
     def capacity(self, name: str) -> int:
         """Rank rows the pool of a module should have: see MultiLoRAConfig.max_lora_rank."""

@@ -30,6 +30,7 @@ def can_lay(module: nn.Module, slots: ModuleSlots) -> bool:
         and weight.dtype == slots.a.dtype
         and weight.device == slots.a.device
         and weight.is_floating_point()
+        and weight.is_contiguous()
         and tuple(weight.shape) == (slots.out_features, slots.in_features)
         and (module.bias is None or _goes_with(module.bias, weight))
     )

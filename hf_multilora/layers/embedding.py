@@ -45,7 +45,7 @@ class LoraEmbedding(LoraLayer, kind="embedding"):
                 if rank and mine.numel():
                     own = slice(start, start + rank)
                     some = _look_up(slots.a[own], rows.index_select(0, mine), slots.b[own])
-                    delta.index_copy_(0, mine.long(), some)
+                    delta.index_copy_(0, mine.long(), some.to(delta.dtype))  # autocast
         return y + (delta.reshape(y.shape) * scale).to(y.dtype)
 
 
