@@ -147,3 +147,22 @@ def test_every_pair_of_names_and_ids_is_checked_before_any_work(family: Family) 
         by_id = model(input_ids=INPUTS, adapter_ids=torch.tensor([1, 0, 2])).logits
     assert_rows(by_id, family.truth(INPUTS, NAMES))
     assert_rows(logits(model, ids(3), ["__base__", "a", "b"]), family.truth(ids(3), [None, "a", "b"]))
+
+
+def test_a_replaced_module_is_not_lost_in_silence(family: Family) -> None:
+    model = family.model("a", "b", "c")
+    check(family, model)
+    layer, old = model.model.layers[0].self_attn, model.model.layers[0].self_attn.q_proj
+    layer.q_proj = torch.nn.Linear(16, 16)
+    with pytest.raises(RuntimeError, match=r"layers.0.self_attn.q_proj must be the module .* adapters \['a', 'b'\]"):
+        logits(model, INPUTS, NAMES)
+    assert not model._multilora.routing.open
+    logits(model, INPUTS, ["c", None, "c"])
+    with pytest.raises(RuntimeError, match="it was replaced by another"):
+        model.load_adapter(str(family.paths["a"]), "again")
+    model.delete_adapter(["a", "b"])
+    model.load_adapter(str(family.paths["a"]), "a")
+    base = copy.deepcopy(family.base)
+    base.model.layers[0].self_attn.q_proj.load_state_dict(layer.q_proj.state_dict())
+    assert_rows(logits(model, INPUTS, ["a", None, "c"]), family.truth(INPUTS, ["a", None, "c"], base))
+    assert type(old) is torch.nn.Linear, "the old one was let go"

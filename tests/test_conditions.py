@@ -1,0 +1,84 @@
+"""The augmented weight where weights are not plain: inference mode, autocast, offloading, other strides."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+from hf_multilora import MultiLoRAModel
+from tests.life import INPUTS, NAMES, check, laid, linear, live_on, make_family, make_model
+from tests.tiny import Family, assert_rows, error, llama, logits, same_ids
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory)
+
+
+@pytest.fixture
+def model(family: Family) -> Any:
+    return make_model(family)
+
+
+def test_a_model_made_in_inference_mode(family: Family) -> None:
+    with torch.inference_mode():
+        base = llama()
+        own = Family(base, family.paths["a"].parent / "inference", {"a": {"r": 3}, "b": {"r": 5}})
+        model = own.model()
+        check(own, model, base)
+    check(own, model, base)
+    with torch.inference_mode():
+        check(own, model, base)
+
+
+def test_a_model_laid_in_inference_mode(family: Family) -> None:
+    model = family.model("a", "b", max_loras=2)
+    with torch.inference_mode():
+        check(family, model, family.base)
+    assert laid(model)
+    live_on(family, model, copy.deepcopy(family.base))
+
+
+@pytest.mark.parametrize("tokens", [5, 15])
+def test_autocast(family: Family, tmp_path: Path, tokens: int) -> None:
+    own = Family(family.base, tmp_path, {"a": {"targets": ["embed_tokens", "q_proj", "lm_head"]}, "b": {}})
+    model, inputs = own.model(), same_ids(3, tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_rows(logits(model, inputs, NAMES), own.truth(inputs, NAMES), 4e-2)
+        one = logits(model, inputs, ["a"] * 3)
+    assert one.dtype == torch.bfloat16 and error(one, own.truth(inputs, ["a"] * 3)) < 4e-2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_offloaded_weights(family: Family, tmp_path: Path, when: str) -> None:
+    base = copy.deepcopy(family.base)
+    own = Family(base, tmp_path, {"a": {"targets": ["embed_tokens", "q_proj", "lm_head"]}, "b": {}})
+    model = copy.deepcopy(base)
+    paths = {name: str(path) for name, path in own.paths.items()}
+    if when == "before":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert all(p.is_meta for p in model.parameters())
+    model = MultiLoRAModel.from_pretrained(model, paths)
+    if when == "after":
+        logits(model, INPUTS, NAMES)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    for _ in range(2):
+        check(own, model, base)
+    bare = model.unpatch()
+    with torch.no_grad():
+        assert torch.equal(bare(input_ids=INPUTS).logits, family.base(input_ids=INPUTS).logits)
+
+
+def test_a_weight_of_other_strides_stays_as_it_is(family: Family, model: Any) -> None:
+    module = linear(model)
+    module.weight.data = module.weight.data.T.contiguous().T
+    strides = module.weight.stride()
+    check(family, model, family.base)
+    assert len(laid(model)) == len(model._multilora.sites) - 1
+    model.unpatch()
+    assert module.weight.stride() == strides == (1, 16)
