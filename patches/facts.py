@@ -54,7 +54,7 @@ class Facts:
 TIME_FIRST = "this model puts time before rows, so its rows cannot be told from its tokens"
 UNUSED = "its weight is used without calling the module"
 RESCALED = "the model rescales its weight in evaluation, which a delta would not follow"
-PEFT_REFUSES = "PEFT trains no such adapter: a fused kernel uses its weight without calling the module"
+PEFT_REFUSES = "PEFT trains no such adapter, since the fused kernel of this model reads the weight by itself"
 
 SHARED = {"shared": ("encoder.embed_tokens", "decoder.embed_tokens")}
 

@@ -26,7 +26,9 @@ from .architectures import (
     pair,
     plain,
     prefixed,
+    prefixed_large,
     right,
+    sound,
     spoken,
     text,
     with_image,
@@ -55,6 +57,10 @@ def vision(stem: str, settings: Any, head: str = "ForImageClassification", input
 
 
 # fmt: off
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4}
 DECODERS = {
     "llama": causal("Llama", GROUPED),
     "llama-tied": causal("Llama", {**GROUPED, "tie_word_embeddings": True}),
@@ -96,6 +102,16 @@ DECODERS = {
     "recurrent_gemma": causal("RecurrentGemma", {**HEADED, "num_hidden_layers": 3, "lru_width": 16,
         "attention_window_size": 16}),
     "lfm2": causal("Lfm2", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "qwen3_5": Architecture("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**HEADED, **LINEAR_ATTENTION}, text),
+    "bamba": causal("Bamba", {**HEADED, **STATES, "attn_layer_indices": [1]}),
+    "falcon_h1": causal("FalconH1", {**HEADED, **STATES, "mamba_d_ssm": 32}),
+    "nemotron_h": causal("NemotronH", {
+        **HEADED, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 8,
+        "ssm_state_size": 4, "n_groups": 1, "chunk_size": 4}),
+    "zamba2": causal("Zamba2", {
+        **GROUPED, "num_key_value_heads": 2, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "mamba_d_state": 4, "n_mamba_heads": 4, "mamba_headdim": 8, "mamba_ngroups": 1, "chunk_size": 4,
+        "adapter_rank": 4, "num_mem_blocks": 1}),
     "xlnet": Architecture("XLNetConfig", "XLNetLMHeadModel", {"vocab_size": VOCAB, "d_model": 16, "n_layer": 2,
         "n_head": 2, "d_inner": 24}, text, whole=True),
 }
@@ -106,14 +122,18 @@ MIXTURES = {
         "mamba_d_state": 4, "mamba_dt_rank": 2, "use_mamba_kernels": False}),
     "qwen2_moe": causal("Qwen2Moe", {**GROUPED, **MOE, "shared_expert_intermediate_size": 12}),
     "qwen3_moe": causal("Qwen3Moe", {**HEADED, **MOE}),
-    "qwen3_next": causal("Qwen3Next", {
-        **HEADED, **MOE, "shared_expert_intermediate_size": 12, "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8}),
+    "qwen3_next": causal("Qwen3Next", {**HEADED, **MOE, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 12}),
     "mixtral": causal("Mixtral", {**GROUPED, "num_local_experts": 4}),
     "olmoe": causal("Olmoe", {**GROUPED, **MOE}),
     "phimoe": causal("Phimoe", {**GROUPED, "num_local_experts": 4}),
     "granitemoe": causal("GraniteMoe", {**GROUPED, "num_local_experts": 4}),
+    "granitemoehybrid": causal("GraniteMoeHybrid", {
+        **GROUPED, **STATES, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+        "shared_intermediate_size": 24}),
+    "minimax": causal("MiniMax", {
+        **HEADED, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"], "block_size": 4}),
+    "afmoe": causal("Afmoe", {**HEADED, **MOE, "num_shared_experts": 1, "num_dense_layers": 1}),
+    "hunyuan_v1_moe": causal("HunYuanMoEV1", {**HEADED, "num_experts": 4, "moe_topk": 2}),
     "jetmoe": causal("JetMoe", {**GROUPED, "num_local_experts": 4, "kv_channels": 8}),
     "gpt_oss": causal("GptOss", {**HEADED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": causal("DeepseekV3", {
@@ -176,6 +196,8 @@ ENCODER_DECODERS = {
     "m2m_100": seq2seq("M2M100", ENCODER_DECODER),
     "mvp": seq2seq("Mvp", ENCODER_DECODER),
     "marian": Architecture("MarianConfig", "MarianMTModel", ENCODER_DECODER, pair),
+    "pegasus_x": seq2seq("PegasusX", {**ENCODER_DECODER, "block_size": 4, "num_global_tokens": 2}),
+    "t5gemma": seq2seq("T5Gemma", {"vocab_size": VOCAB, "encoder": HEADED, "decoder": HEADED}),
     "bigbird_pegasus": seq2seq("BigBirdPegasus", {**ENCODER_DECODER, "attention_type": "original_full"}),
     "led": seq2seq("LED", {
         **ENCODER_DECODER, "attention_window": 4, "max_encoder_position_embeddings": 64,
@@ -208,6 +230,9 @@ OTHER_INPUTS = {
     "beit": vision("Beit", {**IMAGE, "use_relative_position_bias": True}),
     "swin": vision("Swin", {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 1], "num_heads": [2,
         2], "window_size": 2}, inputs=large_image),
+    "swinv2": vision("Swinv2", {
+        "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "window_size": 2},
+        inputs=large_image),
     "convnext": vision("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2,
         "layer_scale_init_value": 1.0}, inputs=large_image),
     "clip": vision("CLIP", {"projection_dim": 8, "text_config": SIZES, "vision_config": IMAGE}, "Model", captioned),
@@ -215,12 +240,19 @@ OTHER_INPUTS = {
         captioned),
     "wav2vec2": vision("Wav2Vec2", SPEECH, "ForCTC", audio),
     "wavlm": vision("WavLM", SPEECH, "ForCTC", audio),
+    "wav2vec2-conformer": vision("Wav2Vec2Conformer", {
+        **SPEECH, "position_embeddings_type": "relative"}, "ForCTC", audio),
+    "wav2vec2-bert": vision("Wav2Vec2Bert", {**SPEECH, "feature_projection_input_dim": 8}, "ForCTC", sound),
+    "sew-d": vision("SEWD", {**SPEECH, **RELATIVE, "squeeze_factor": 2}, "ForCTC", audio),
     "llava": seq2seq("Llava", {"image_token_index": VOCAB - 1, "vision_feature_layer": -1}, with_image,
         splits=False, parts={
         "vision_config": ("CLIPVisionConfig", IMAGE), "text_config": ("LlamaConfig", GROUPED)}),
     "paligemma": seq2seq("PaliGemma", {
         "image_token_index": VOCAB - 1, "projection_dim": 16, "text_config": {**HEADED, "model_type": "gemma"},
         "vision_config": {**IMAGE, "model_type": "siglip_vision_model", "vision_use_head": False}}, prefixed),
+    "gemma3-vision": seq2seq("Gemma3", {
+        "image_token_index": VOCAB - 1, "mm_tokens_per_image": 4, "text_config": HEADED,
+        "vision_config": {**IMAGE, "image_size": 16, "vision_use_head": False}}, prefixed_large),
     "idefics3": seq2seq("Idefics3", {
         "image_token_id": VOCAB - 1, "scale_factor": 2, "vision_config": {**IMAGE, "image_size": 16},
         "text_config": {**GROUPED, "model_type": "llama"}}, with_pictures, splits=False),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 VOCAB = 40
@@ -81,6 +82,11 @@ def audio(rows: int, tokens: int) -> Inputs:
     return {"input_values": torch.randn(rows, 400)}
 
 
+def sound(rows: int, tokens: int) -> Inputs:
+    """Features of as many frames as there are rows, at the second time: see TOKENS."""
+    return {"input_features": torch.randn(rows, tokens, 8)}
+
+
 def spoken(rows: int, tokens: int) -> Inputs:
     return {"input_features": torch.randn(rows, 8, 20), "decoder_input_ids": ids(rows, tokens)}
 
@@ -100,6 +106,12 @@ def prefixed(rows: int, tokens: int) -> Inputs:
     """PaliGemma: without token types its mask, and so its answer, depends on whether another row is padded."""
     some = with_image(rows, tokens)
     return {**some, "token_type_ids": torch.zeros_like(some["input_ids"])}
+
+
+def prefixed_large(rows: int, tokens: int) -> Inputs:
+    """Gemma 3: pictures of 16 x 16, whose tokens see each other."""
+    some = {**prefixed(rows, tokens), "pixel_values": torch.randn(rows, 3, 16, 16)}
+    return {**some, "token_type_ids": (some["input_ids"] == VOCAB - 1).long()}
 
 
 def with_pictures(rows: int, tokens: int) -> Inputs:
@@ -143,14 +155,20 @@ class Architecture:
     splits: bool = True
     parts: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # sub-configs: class, settings
 
+    @property
+    def missing(self) -> list[str]:
+        """Classes that the installed Transformers lacks."""
+        classes = (self.config, self.model, *(cls for cls, _ in self.parts.values()))
+        return [cls for cls in classes if not hasattr(transformers, cls)]
+
+    def make_config(self) -> Any:
+        parts = {name: getattr(transformers, cls)(**some) for name, (cls, some) in self.parts.items()}
+        return getattr(transformers, self.config)(**parts, **self.settings)
+
     def build(self) -> Any:
         """The model, with weights large enough that a module's delta shows in the output."""
-        import transformers
-
         torch.manual_seed(0)
-        parts = {name: getattr(transformers, cls)(**some) for name, (cls, some) in self.parts.items()}
-        config = getattr(transformers, self.config)(**parts, **self.settings)
-        model = getattr(transformers, self.model)(config).eval()
+        model = getattr(transformers, self.model)(self.make_config()).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1 and "A_log" not in name:

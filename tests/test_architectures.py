@@ -28,8 +28,8 @@ from hf_multilora.store import CapacityError
 from .architecture_table import ARCHITECTURES
 from .architectures import Architecture, Inputs, row_of
 
-TOLERANCE = 1e-4  # of the largest value of an output
-EFFECT = 1e-3  # what taking one module's delta away must at least change: ten times what the comparison forgives
+TOLERANCE = 2e-5  # of the largest value of an output
+EFFECT = 2e-4  # what taking one module's delta away must at least change: ten times what the comparison forgives
 ROWS = ["a", None, "b", "c"]
 TOKENS = (6, 4)  # other than the number of rows, and equal to it: a time-first layout shows only in the second
 
@@ -142,9 +142,8 @@ def called_though_refused(model: Any, inputs: Inputs) -> list[str]:
 
 def built(name: str) -> tuple[Architecture, Any]:
     arch = ARCHITECTURES[name]
-    for cls in (arch.config, arch.model, *(cls for cls, _ in arch.parts.values())):
-        if not hasattr(transformers, cls):
-            pytest.skip(f"{cls} is not in Transformers {transformers.__version__}")
+    if arch.missing:
+        pytest.skip(f"Transformers {transformers.__version__} has no {arch.missing}")
     return arch, arch.build()
 
 
@@ -166,7 +165,7 @@ def check_forward(model: Any, tenants: Tenants, inputs: Inputs, rows: Sequence[s
     got = outputs(model, inputs, adapter_names=list(rows))
     assert distance(got, want) < TOLERANCE
     wrong = outputs(model, inputs, adapter_names=rotated(rows))
-    assert distance(wrong, want) > 100 * TOLERANCE  # the comparison can fail
+    assert distance(wrong, want) > 500 * TOLERANCE  # the comparison can fail
 
 
 def check_generate(model: Any, tenants: Tenants, inputs: Inputs) -> None:
@@ -195,8 +194,7 @@ def test_mixed_rows_equal_peft_alone(name: str, tmp_path: Path) -> None:
     mixable, unmixable = accepted(model)
     assert mixable
     batches = [arch.inputs(len(ROWS), tokens) for tokens in TOKENS]
-    if "mamba" not in name:  # its out_proj is called here, and not by its fused kernel
-        assert not called_though_refused(model, batches[0])
+    assert not called_though_refused(model, batches[0])
     targets = {"a": mixable, "b": mixable[::2], "c": mixable[:1] + mixable[1::2]}
     model, tenants = served(arch, model, targets, batches[0], tmp_path / "mixable")
     for inputs in batches:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from hf_multilora import MultiLoRAModel
 from hf_multilora.formats import AdapterError
 from hf_multilora.layers import take_census
-from hf_multilora.patches.facts import FACTS, Facts, facts_of
+from hf_multilora.patches.facts import FACTS, Facts, configs_in, facts_of
 from hf_multilora.routing import RoutingError
 
+from .architecture_table import ARCHITECTURES
 from .formats.tiny import edit_weights
 from .test_architectures import ROWS, TOLERANCE, Tenants, accepted, built, distance, outputs
 
@@ -51,7 +52,7 @@ def test_adapter_of_a_shared_embedding_goes_to_all_that_do_its_work(name: str, t
     inputs = arch.inputs(len(rows), 5)
     want = tenants.truth(inputs, rows)
     assert distance(outputs(served, inputs, adapter_names=rows), want) < TOLERANCE
-    assert distance(outputs(served, inputs, adapter_names=["a", "a", None]), want) > 100 * TOLERANCE
+    assert distance(outputs(served, inputs, adapter_names=["a", "a", None]), want) > 500 * TOLERANCE
 
 
 def test_a_block_of_adapters_refuses_to_mix_where_rows_cannot_be_told(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_without_its_fact_a_time_first_model_would_answer_wrongly(
     with pytest.raises(RoutingError, match="rows cannot be attributed"):
         outputs(served, arch.inputs(4, 6), adapter_names=ROWS)
     inputs = arch.inputs(4, 4)
-    assert distance(outputs(served, inputs, adapter_names=ROWS), tenants.truth(inputs, ROWS)) > 100 * TOLERANCE
+    assert distance(outputs(served, inputs, adapter_names=ROWS), tenants.truth(inputs, ROWS)) > 500 * TOLERANCE
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -105,6 +106,12 @@ def test_facts_of_a_model_inside_a_model() -> None:
     config = transformers.Blip2Config(text_config=text.to_dict())
     assert facts_of(config).matches("flat", "language_model.model.decoder.layers.0.fc1")
     assert not facts_of(transformers.LlamaConfig()).matches("flat", "model.layers.0.fc1")
+
+
+def test_every_fact_is_of_an_architecture_in_the_sweep() -> None:
+    architectures = [arch for arch in ARCHITECTURES.values() if not arch.missing]
+    kinds = {getattr(part, "model_type", "") for arch in architectures for part in configs_in(arch.make_config())}
+    assert set(FACTS) <= kinds
 
 
 class Reads(nn.Module):
