@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .catalogue import BASE_NAMES, Catalogue
+from .catalogue import Catalogue
 
 
 class MultiLoRACollator:
     """Tokenizes and pads rows and attaches one adapter id per row.
 
-    A row is a mapping with "adapter" (a name, or None / "__base__"; absent: the base) or "adapter_ids" (an id), and
+    A row is a mapping with "adapter" (a name, or None / "__base__") or "adapter_ids" (an id, 0 for the base), and with
     either "text" (str), "messages" (chat turns, through the tokenizer's chat template) or tokenized fields
-    ("input_ids", ...).
+    ("input_ids", ...). "label" or "labels", a number or one per token of the row (padded with -100), comes along; other
+    fields are left out.
 
     Args:
         tokenizer: its own padding side and pad token are used.
@@ -24,7 +26,8 @@ class MultiLoRACollator:
         tokenize_kwargs: passed to the tokenizer for text and to the chat template.
 
     Returns (per call) a BatchEncoding of tensors, "adapter_ids" int64 [rows] (0: the base) among them. Raises
-    UnknownAdapterError, and ValueError for a row that holds no text or tokens.
+    UnknownAdapterError, and ValueError for a row that names no adapter or holds no text or tokens: `Trainer` takes away
+    the fields that the model's forward does not have, unless it is told remove_unused_columns=False.
     """
 
     def __init__(self, tokenizer: Any, model: Any, **tokenize_kwargs: Any) -> None:
@@ -33,24 +36,49 @@ class MultiLoRACollator:
         self.tokenize_kwargs = tokenize_kwargs
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        batch = self.tokenizer.pad([self._tokens(row) for row in rows], return_tensors="pt")
+        tokens = [self._tokens(row) for row in rows]
+        batch = self.tokenizer.pad(tokens, return_tensors="pt")
         batch["adapter_ids"] = torch.tensor([self._id(row) for row in rows], dtype=torch.int64)
+        labels = [row.get("labels", row.get("label")) for row in rows]
+        if any(label is not None for label in labels):
+            batch["labels"] = self._labels(labels, [len(row["input_ids"]) for row in tokens])
         return batch
 
     def _id(self, row: Mapping[str, Any]) -> int:
-        if "adapter" in row and "adapter_ids" in row:
-            raise ValueError('a row must name its adapter once: "adapter" or "adapter_ids", not both')
-        if "adapter_ids" in row:
-            adapter_id = int(row["adapter_ids"])
-            if adapter_id:
-                self.catalogue.by_id(adapter_id)
-            return adapter_id
-        name = row.get("adapter")
-        return 0 if name in BASE_NAMES else self.catalogue.ids_of([name])[0]
+        if ("adapter" in row) == ("adapter_ids" in row):
+            raise ValueError(
+                f'a row must name its adapter once, in "adapter" (None for the base) or "adapter_ids", got '
+                f"{sorted(row)}; with Trainer pass remove_unused_columns=False, which keeps these fields"
+            )
+        if "adapter" in row:
+            return self.catalogue.ids_of([row["adapter"]])[0]
+        value = row["adapter_ids"]
+        adapter_id = value.item() if isinstance(value, torch.Tensor) else value
+        if isinstance(adapter_id, bool) or not hasattr(adapter_id, "__index__"):
+            raise TypeError(f'"adapter_ids" of a row must be an integer, got {value!r}')
+        adapter_id = operator.index(adapter_id)
+        if adapter_id:
+            self.catalogue.by_id(adapter_id)
+        return adapter_id
+
+    def _labels(self, labels: Sequence[Any], lengths: Sequence[int]) -> torch.Tensor:
+        """A number per row [rows], or one per token [rows, tokens] with -100 where the batch is padded."""
+        rows = [torch.as_tensor(label) for label in labels if label is not None]
+        if len(rows) == len(labels) and all(row.dim() == 0 for row in rows):
+            return torch.stack(rows)
+        if len(rows) < len(labels) or [tuple(row.shape) for row in rows] != [(length,) for length in lengths]:
+            raise ValueError(
+                f"labels must be a number or one per token in every row, got shapes "
+                f"{[tuple(row.shape) for row in rows]} for {len(labels)} rows of {list(lengths)} tokens"
+            )
+        return torch.nn.utils.rnn.pad_sequence(
+            rows, batch_first=True, padding_value=-100, padding_side=self.tokenizer.padding_side
+        )
 
     def _tokens(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if "input_ids" in row:
-            return {k: v for k, v in row.items() if k in self.tokenizer.model_input_names}
+            tokens = {k: v for k, v in row.items() if k in self.tokenizer.model_input_names}
+            return {"attention_mask": [1] * len(row["input_ids"]), **tokens}
         if "messages" in row:
             return dict(
                 self.tokenizer.apply_chat_template(
