@@ -11,6 +11,13 @@ import torch
 from .catalogue import Catalogue
 
 
+class Batch(dict[str, torch.Tensor]):
+    """Tensors of a batch by name. A real dict: accelerate's `split_between_processes` leaves a BatchEncoding whole."""
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        return Batch({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
+
+
 class MultiLoRACollator:
     """Tokenizes and pads rows and attaches one adapter id per row.
 
@@ -25,7 +32,7 @@ class MultiLoRACollator:
             Adapters registered later are unknown to it.
         tokenize_kwargs: passed to the tokenizer for text and to the chat template.
 
-    Returns (per call) a BatchEncoding of tensors, "adapter_ids" int64 [rows] (0: the base) among them. Raises
+    Returns (per call) a Batch of tensors, "adapter_ids" int64 [rows] (0: the base) among them. Raises
     UnknownAdapterError, and ValueError for a row that names no adapter or holds no text or tokens: `Trainer` takes away
     the fields that the model's forward does not have, unless it is told remove_unused_columns=False.
     """
@@ -35,9 +42,9 @@ class MultiLoRACollator:
         self.catalogue: Catalogue = model._multilora.store.catalogue.names_only()
         self.tokenize_kwargs = tokenize_kwargs
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         tokens = [self._tokens(row) for row in rows]
-        batch = self.tokenizer.pad(tokens, return_tensors="pt")
+        batch = Batch(self.tokenizer.pad(tokens, return_tensors="pt"))
         batch["adapter_ids"] = torch.tensor([self._id(row) for row in rows], dtype=torch.int64)
         labels = [row.get("labels", row.get("label")) for row in rows]
         if any(label is not None for label in labels):
