@@ -180,7 +180,9 @@ def test_data_loaders(served: Served, tokenizer: Any, workers: int) -> None:
 def test_batches_are_moved_and_sliced_with_their_ids(served: Served, tokenizer: Any) -> None:
     family, model = served("llama")
     batch = MultiLoRACollator(tokenizer, model)(ROWS)
+    assert batch.to("meta")["adapter_ids"].device.type == "meta"
     moved = send_to_device(batch.to("cpu"), "cpu")
+    assert type(moved) is type(batch)
     order = [3, 1, 0, 2]
     part = {k: v[order] for k, v in moved.items()}
     got = answers(model, [part])
@@ -203,15 +205,15 @@ def test_accelerate_splits_a_batch_between_processes(
 ) -> None:
     """Each of three processes would get its rows with their ids."""
     family, model = served("llama")
-    batch = dict(MultiLoRACollator(tokenizer, model)(ROWS))
+    collate = MultiLoRACollator(tokenizer, model)
     state = PartialState(cpu=True)
     got: list[torch.Tensor] = []
     monkeypatch.setattr(state, "num_processes", 3)
     monkeypatch.setattr(type(state), "distributed_type", "MULTI_CPU", raising=False)
     for process in range(3):
         monkeypatch.setattr(state, "process_index", process)
-        with state.split_between_processes(batch) as part:
-            assert part["adapter_ids"].shape[0] == part["input_ids"].shape[0] < 8
+        with state.split_between_processes(collate(ROWS)) as part:
+            assert part["adapter_ids"].shape[0] == part["input_ids"].shape[0] == (3, 3, 2)[process]
             got += answers(model, [part])
     check(family, tokenizer, got)
 
