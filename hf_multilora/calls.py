@@ -35,6 +35,8 @@ def forward(
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:
             return run(*args, **kwargs)
+        if rows is not None and model.training and torch.is_grad_enabled():
+            _refuse_checkpointing(model)
         arguments = bind(runtime.parameters, args, kwargs)
         n, tokens = rows_of(arguments, type(model).__name__)
         if rows is None:
@@ -63,6 +65,15 @@ def forward(
                 runtime.routing.enter(len(some), tokens)
                 outputs.append(run(**part))
         return passes.merge(outputs, plan)
+
+
+def _refuse_checkpointing(model: torch.nn.Module) -> None:
+    """Raises RoutingError where the backward pass would compute layers again after the call's rows are gone."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise RoutingError(
+            "with gradient checkpointing layers are computed again in the backward pass, after a call's rows are gone: "
+            "run forward and backward inside `with model.adapters(names):`, or turn checkpointing off"
+        )
 
 
 def _per_token(rows: Sequence[int], arguments: Mapping[str, Any], tokens: int | None) -> list[int]:

@@ -194,6 +194,11 @@ class MultiLoRAModel:
         self._multilora.moved()
         return self
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The base's state dict: no name and no byte of an adapter, also where another module shares a laid weight."""
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        return state if kwargs.get("keep_vars") else self._multilora.without_buffers(state)
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         self._multilora.give_up_embeddings("resize_token_embeddings")
         return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]

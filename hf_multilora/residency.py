@@ -118,6 +118,15 @@ class Residency:
             return weight.dtype
         return getattr(self.model, "dtype", torch.float32)
 
+    def without_buffers(self, state: Any) -> Any:
+        """Replace tensors of a state dict that lie in a buffer with A by copies; shared ones stay shared."""
+        laid = {s.buffer.untyped_storage().data_ptr() for _, s in self.sites.values() if s.buffer is not None}
+        copies: dict[int, Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in laid:
+                state[key] = copies.setdefault(value.data_ptr(), value.clone())
+        return state
+
     # -- the store's device ----------------------------------------------------------------------------------
     def pack(self, adapter: Adapter) -> HostAdapter:
         """Factors as slots hold them: B transposed, with the scale folded in.

@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 
-from hf_multilora import MultiLoRAModel
+from hf_multilora import MultiLoRAModel, RoutingError
 from tests.life import INPUTS, NAMES, check, laid, linear, live_on, make_family, make_model
 from tests.tiny import Family, assert_rows, error, llama, logits, same_ids
 
@@ -82,3 +82,26 @@ def test_a_weight_of_other_strides_stays_as_it_is(family: Family, model: Any) ->
     assert len(laid(model)) == len(model._multilora.sites) - 1
     model.unpatch()
     assert module.weight.stride() == strides == (1, 16)
+
+
+def test_gradient_checkpointing_needs_a_block_around_backward(tmp_path: Path) -> None:
+    """Layers computed again after the call would find no rows: refused with the names in the call, right in a block."""
+    torch.manual_seed(0)
+    family = Family(llama(), tmp_path, {"a": {"targets": ["q_proj", "down_proj"]}})
+    model, batch = family.model().train(), same_ids(2)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with pytest.raises(RoutingError, match=r"checkpointing.*with model\.adapters"):
+        model(batch, adapter_names=["a", None])
+
+    def gradient(checkpointing: bool) -> torch.Tensor:
+        model.gradient_checkpointing_disable()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        with model.adapters(["a", None]):
+            model(batch).logits.square().mean().backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    plain = gradient(False)
+    assert plain.abs().max() > 0
+    torch.testing.assert_close(gradient(True), plain)

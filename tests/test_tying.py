@@ -215,3 +215,16 @@ def test_an_instance_forward_made_while_patched_outlives_unpatch(tmp_path: Path)
     assert torch.equal(answer(base), want)
     with pytest.raises(RoutingError, match="unpatch"):
         base(input_ids=INPUTS, adapter_names=["a"] * 4)
+
+
+def test_tied_by_hand_after_laying(tmp_path: Path) -> None:
+    """Whoever shares a laid weight exports it without the adapters' rows that lie behind it."""
+    torch.manual_seed(0)
+    family = Family(llama(tie_word_embeddings=False), tmp_path, ADAPTERS)
+    model = family.model()
+    logits(model, INPUTS, NAMES)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert head.weight.untyped_storage().nbytes() > head.weight.nbytes, "the head must be laid with A's rows"
+    table.weight = head.weight
+    for name, tensor in model.state_dict().items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
