@@ -14,9 +14,11 @@ Steady = tuple[Any, list[torch.Tensor], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Family]]:
     """family("llama"): the tiny architecture of that name, made once."""
     made: dict[str, Family] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small only wait for each other, many times over on a busy machine
 
     def get(name: str) -> Family:
         if name not in made:
@@ -25,7 +27,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
             made[name] = Family(name, build().eval(), task, targets, tmp_path_factory.mktemp(name))
         return made[name]
 
-    return get
+    yield get
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

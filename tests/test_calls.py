@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_multilora.pool import Layout
 from tests.models import BOS, LENGTHS, NAMES, NEW, VOCAB, Family, check_rows, generated, prompts, right_rows, row_of
 
 pytest_plugins = ("tests.fixtures",)
@@ -117,3 +118,21 @@ def test_sequences_packed_into_one_row(served: Served, ends: str) -> None:
         truth = forwards(family, name, {"input_ids": row[None]})[0]
         torch.testing.assert_close(own, truth, atol=2e-4, rtol=1e-3)
         assert (wrong - truth).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("beams", "writes"), [(1, 1), (3, 2)])
+def test_unchanged_steps_write_nothing(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, beams: int, writes: int
+) -> None:
+    """Per layout one write for the prompts' rows, one for their beams, however many tokens follow."""
+    model = family("llama").model()
+    count: list[int] = []
+    write = Layout.write
+    monkeypatch.setattr(Layout, "write", lambda *args: (count.append(1), write(*args))[1])
+    seen = []
+    for tokens, names in ((2, NAMES), (8, NAMES), (8, [*NAMES[1:], NAMES[0]])):
+        count.clear()
+        model.generate(**prompts(LENGTHS), adapter_names=names, num_beams=beams, max_new_tokens=tokens)
+        seen.append(len(count) / len(model._multilora.routing.layouts))
+    again = writes if beams > 1 else 0  # after beams the prompts' rows are new again
+    assert seen == [writes, again, writes]

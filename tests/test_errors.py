@@ -129,6 +129,16 @@ def test_continuous_batching_with_adapters_per_row(model: Any, how: str) -> None
                 model.generate_batch([[3, 4]])
 
 
+def test_replicas_of_data_parallel_are_refused(model: Any) -> None:
+    """The flag is what DataParallel sets on its replicas."""
+    model._is_replica = True
+    try:
+        with pytest.raises(RoutingError, match=r"DataParallel shares one routing.*use one process per GPU"):
+            model(**INPUTS, adapter_names=NAMES)
+    finally:
+        del model._is_replica
+
+
 # -- registration ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["", "  ", "__base__", 3])
 def test_names_that_could_not_be_told_from_the_base(model: Any, family: Any, name: Any) -> None:

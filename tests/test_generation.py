@@ -52,7 +52,7 @@ DECODER_WAYS: dict[str, dict[str, Any]] = {
     "chunked prefill": {"prefill_chunk_size": 2},
     "static cache": {"cache_implementation": "static"},
     "static cache with beams": {"cache_implementation": "static", "num_beams": 2},
-    "offloaded-free dynamic cache": {"cache_implementation": "dynamic"},
+    "dynamic cache": {"cache_implementation": "dynamic"},
 }
 
 
