@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from hf_multilora import CapacityError, RoutingError
-from hf_multilora.passes import cut, merge, merge_sequences, plan_passes
+from hf_multilora.passes import check_generate, cut, merge, merge_sequences, plan_passes
 from tests.models import NEW, PAD, VOCAB, Family, check_rows, generated, prompts, row_of
 
 pytest_plugins = ("tests.fixtures",)
@@ -239,6 +239,28 @@ def test_a_block_and_a_packed_row_do_not_split(small: Any) -> None:
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "model", "pad"),
+    [
+        ({}, {"pad_token_id": 2, "eos_token_id": 5}, 2),
+        ({}, {"eos_token_id": [5, 6]}, 5),
+        ({}, {"pad_token_id": 0, "eos_token_id": 5}, 0),
+        ({"num_beams": 3}, {"pad_token_id": 0, "eos_token_id": 5}, 5),
+        ({"num_beams": 3}, {"pad_token_id": 2, "eos_token_id": 5}, 2),
+        ({"num_beams": 3, "eos_token_id": None}, {"pad_token_id": 0, "eos_token_id": 5}, 0),
+        ({"pad_token_id": 7, "generation_config": {"pad_token_id": 8}}, {"pad_token_id": 2}, 7),
+        ({"generation_config": {"pad_token_id": 8}}, {"pad_token_id": 2}, 8),
+        ({"generation_config": {"num_beams": 3}}, {"pad_token_id": 0, "eos_token_id": torch.tensor([5, 6])}, 5),
+        ({}, {}, 0),
+    ],
+)
+def test_what_shorter_passes_are_padded_with(given: dict[str, Any], model: dict[str, Any], pad: int) -> None:
+    """As Transformers pads rows that end early: its beam search takes a pad token of 0 for none."""
+    passed = given.get("generation_config")
+    configs = [tf.GenerationConfig(**c) for c in (passed, model) if c is not None]
+    assert check_generate(given, configs, "why") == pad
+
+
 def test_plans() -> None:
     assert plan_passes([1, 2, 0, 1], 2, True) == [[0, 1, 2, 3]]
     assert plan_passes([1, 2, 3, 0, 1], 2, True) == [[0, 1, 3, 4], [2]]
