@@ -75,10 +75,10 @@ FACTS: dict[str, Facts] = {
     "falcon_mamba": MAMBA,
     "fsmt": Facts(refused={".*": TIME_FIRST}),
     "hunyuan_v1_moe": Facts(flat=(r"gate\.wg",)),
-    "jamba": Facts(refused={"dt_proj": UNUSED}),
+    "jamba": Facts(flat=(r"feed_forward\.router",), refused={"dt_proj": UNUSED}),
     "jetmoe": Facts(flat=(r"router\.layer",)),
     "longformer": Facts(unmixable=(r"self\.(query|key|value)(_global)?",)),  # [T, R, H]
-    "led": Facts(unmixable=("(query|key|value)(_global)?",)),
+    "led": Facts(unmixable=(r"longformer_self_attn\.(query|key|value)(_global)?",)),
     "mamba": MAMBA,
     "mamba2": MAMBA,
     "nemotron_h": Facts(refused={r"mixer\.out_proj": PEFT_REFUSES}),
@@ -86,8 +86,9 @@ FACTS: dict[str, Facts] = {
     "opt": Facts(flat=("fc1", "fc2")),
     "prophetnet": Facts(aliases={"word_embeddings": ("encoder.word_embeddings", "decoder.word_embeddings")}),
     "rwkv": Facts(refused={r"attention\.output|feed_forward\.value": RESCALED}),
-    "swin": Facts(unmixable=("[qkvo]_proj",)),  # windows of images [R * windows, tokens, H]
-    "swinv2": Facts(unmixable=(r"attention\.(self|output)\..*",)),
+    "swin": Facts(unmixable=(r"blocks\.\d+\.attention\.[qkvo]_proj",)),  # windows of images [R * windows, tokens, H]
+    "swinv2": Facts(unmixable=(r"blocks\.\d+\.attention\.(self|output)\..*",)),
+    "switch_transformers": Facts(flat=(r"router\.classifier",)),
     "wav2vec2-bert": Facts(unmixable=("distance_embedding",)),  # called with relative positions [T, T]
     "wav2vec2-conformer": Facts(unmixable=("linear_pos",)),  # called with the relative positions' table [1, 2T - 1, H]
     "wavlm": Facts(unmixable=("rel_attn_embed",)),  # called with relative positions [T, T]

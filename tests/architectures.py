@@ -142,7 +142,7 @@ class Architecture:
     """One row of the table: a config, a model class, how to make inputs, and what is known about it.
 
     silent: why it does not generate. whole: whether every adapter is refused. unused: regex of modules whose output the
-    class does not use. splits: whether a batch can be cut into passes: not where images have no fixed place.
+    class does not use. splits: whether a batch can always be cut into passes: not where images have no fixed place.
     """
 
     config: str
@@ -162,7 +162,7 @@ class Architecture:
         return [cls for cls in classes if not hasattr(transformers, cls)]
 
     def make_config(self) -> Any:
-        parts = {name: getattr(transformers, cls)(**some) for name, (cls, some) in self.parts.items()}
+        parts = {name: getattr(transformers, cls)(**some).to_dict() for name, (cls, some) in self.parts.items()}
         return getattr(transformers, self.config)(**parts, **self.settings)
 
     def build(self) -> Any:
