@@ -56,8 +56,8 @@ def forward(
                 runtime.routing.enter(n, tokens)
                 return run(*args, **kwargs)
         passes.check_forward(arguments, passes.why_split(rows, room, mixable))
-        if "use_cache" in runtime.parameters:
-            arguments["use_cache"] = False
+        if "use_cache" in runtime.parameters or ("kwargs" in runtime.parameters and passes.caches(model.config)):
+            arguments["use_cache"] = False  # as nobody asked for a cache, and those of the passes could not be merged
         cuts = [passes.cut(arguments, some, n) for some in plan]
         outputs = []
         for some, part in zip(plan, cuts, strict=True):

@@ -95,6 +95,11 @@ def setting(name: str, arguments: Mapping[str, Any], configs: Sequence[Any]) -> 
     return next((v for v in (getattr(config, name, None) for config in configs) if v is not None), None)
 
 
+def caches(config: Any) -> bool:
+    """Whether a model of this Transformers config returns a cache unless told not to."""
+    return bool(getattr(config.get_text_config(), "use_cache", False))
+
+
 def cut(arguments: Mapping[str, Any], rows: Sequence[int], batch: int) -> dict[str, Any]:
     """The arguments of a pass. Raises CapacityError for a tensor that has rows but is not known to be one per row."""
     some: dict[str, Any] = {}

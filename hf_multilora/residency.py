@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .catalogue import HostAdapter
+from .census import take_census
 from .config import MultiLoRAConfig
 from .formats import Adapter, AdapterError, ModuleShape
-from .layers import ModuleSlots, take_census, unwrap, wrap
+from .layers import ModuleSlots, unwrap, wrap
 from .layers.augmented import settle
 from .layers.slots import home_of
 from .patches.facts import Facts

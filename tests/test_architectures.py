@@ -21,8 +21,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_multilora import MultiLoRAModel
+from hf_multilora.census import take_census
 from hf_multilora.formats import AdapterError
-from hf_multilora.layers import take_census
 from hf_multilora.patches.facts import facts_of
 from hf_multilora.store import CapacityError
 

@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor, nn
 
 from hf_multilora import MultiLoRAModel
+from hf_multilora.census import take_census
 from hf_multilora.formats import AdapterError
-from hf_multilora.layers import take_census
 from hf_multilora.patches.facts import FACTS, Facts, configs_in, facts_of
 from hf_multilora.routing import RoutingError
 

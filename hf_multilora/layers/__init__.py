@@ -2,7 +2,6 @@
 
 from . import embedding, linear
 from .base import LoraLayer, unwrap, wrap
-from .census import take_census
 from .slots import ModuleSlots
 
-__all__ = ["LoraLayer", "ModuleSlots", "embedding", "linear", "take_census", "unwrap", "wrap"]
+__all__ = ["LoraLayer", "ModuleSlots", "embedding", "linear", "unwrap", "wrap"]

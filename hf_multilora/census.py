@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ..formats import ModuleShape
-from ..patches.facts import Facts, configs_in
+from .formats import ModuleShape
+from .patches.facts import Facts, configs_in
 
 LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out]
 OWN_WEIGHT_USE = ("NonDynamicallyQuantizableLinear",)  # nn.MultiheadAttention reads its weight and never calls it
