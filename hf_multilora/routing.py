@@ -46,6 +46,7 @@ class Routing:
         self.layouts: list[Layout] = []
         self.standing = BASE
         self.stack: list[Request] = []
+        self.open = False  # whether there is one: an attribute, as traced code must read it
         self.rows = 0
         self.tokens: int | None = None
         self.ragged = False
@@ -54,10 +55,6 @@ class Routing:
             self.offsets = torch.zeros(slots + 1, dtype=torch.int32)
         self._written: tuple[int, ...] | None = None
         self._settle()
-
-    @property
-    def open(self) -> bool:
-        return bool(self.stack)
 
     def _settle(self) -> None:
         """State between requests: the standing adapter for everything, or the base."""
@@ -73,6 +70,7 @@ class Routing:
 
     def push(self, request: Request) -> None:
         self.stack.append(request)
+        self.open = True
         try:
             self.enter(len(request.slots))
         except BaseException:
@@ -82,6 +80,7 @@ class Routing:
     def pop(self) -> None:
         """Close the innermost request; the one around it, if any, is in force again with its own rows."""
         self.stack.pop()
+        self.open = bool(self.stack)
         if self.stack:
             self.enter(len(self.stack[-1].slots))
         else:
@@ -157,7 +156,7 @@ class Routing:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no request: they answer with the standing adapter."""
-        state = dict(self.__dict__, stack=[], _written=None)
+        state = dict(self.__dict__, stack=[], open=False, _written=None)
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)
         return state
