@@ -81,7 +81,7 @@ def check_expand(
         order.shape[0] == y.shape[0],
         f"lora_expand: order must list the {y.shape[0]} rows of y, got {order.shape[0]}",
     )
-    _must(h.dtype == torch.float32, f"lora_expand: h must be float32, got {h.dtype}")
+    _must(h.dtype in (torch.float32, torch.float64), f"lora_expand: h must be float32 or float64, got {h.dtype}")
 
 
 def lora_shrink(
@@ -89,7 +89,7 @@ def lora_shrink(
 ) -> Tensor:
     """h[i, t, :r] = A_s x[order[i], t] for the sorted row i of slot s; zero beyond r and in base rows.
 
-    x [R, T, K], a [P, K] of x's dtype -> float32 [R, T, max_rank], in sorted order.
+    x [R, T, K], a [P, K] of x's dtype -> float32 (float64 for float64) [R, T, max_rank], in sorted order.
     """
     check_shrink(x, a, order, offsets, starts, ranks, max_rank)
     return shrink(x, a, order, offsets, starts, ranks, max_rank)
@@ -100,7 +100,8 @@ def lora_expand(
 ) -> Tensor:
     """out[order[i], t] = y[order[i], t] + B_s^T h[i, t, :r] for the sorted row i of slot s; base rows keep y.
 
-    y [R, T, N], h float32 [R, T, max_rank] from `lora_shrink`, b [P, N] -> a new tensor like y. The sum is in float32.
+    y [R, T, N], h [R, T, max_rank] from `lora_shrink`, b [P, N] -> a new tensor like y. The sum is in the wider
+    dtype of y and h.
     """
     check_expand(y, h, b, order, offsets, starts, ranks)
     return expand(y, h, b, order, offsets, starts, ranks)
@@ -110,7 +111,7 @@ def _fake_shrink(
     x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int
 ) -> Tensor:
     check_shrink(x, a, order, offsets, starts, ranks, max_rank)
-    return x.new_empty((x.shape[0], x.shape[1], max_rank), dtype=torch.float32)
+    return x.new_empty((x.shape[0], x.shape[1], max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _fake_expand(

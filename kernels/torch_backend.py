@@ -24,10 +24,10 @@ def shrink(
     x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int
 ) -> Tensor:
     """h[i, t, :r] = A_s x[order[i], t]; see `ops.lora_shrink`."""
-    h = x.new_zeros((x.shape[0], x.shape[1], max_rank), dtype=torch.float32)
+    h = x.new_zeros((x.shape[0], x.shape[1], max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
     for low, high, start, r in _groups(order, offsets, starts, ranks):
         rows = x.index_select(0, order[low:high])  # [rows, T, K]
-        h[low:high, :, :r] = torch.matmul(rows.float(), a[start : start + r].float().t())
+        h[low:high, :, :r] = torch.matmul(rows.to(h.dtype), a[start : start + r].to(h.dtype).t())
     return h
 
 
@@ -35,12 +35,12 @@ def expand(y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, star
     """out[order[i], t] = y[order[i], t] + B_s^T h[i, t, :r]; see `ops.lora_expand`."""
     out = y.clone(memory_format=torch.contiguous_format)
     for low, high, start, r in _groups(order, offsets, starts, ranks):
-        delta = torch.matmul(h[low:high, :, :r], b[start : start + r].float())  # [rows, T, N], float32
+        delta = torch.matmul(h[low:high, :, :r], b[start : start + r].to(h.dtype))  # [rows, T, N]
         rows = order[low:high]
-        if y.dtype == torch.float32:
+        if y.dtype == delta.dtype:
             out.index_add_(0, rows, delta)
-        else:  # one rounding, of the sum
-            out.index_copy_(0, rows.long(), (out.index_select(0, rows).float() + delta).to(y.dtype))
+        else:  # one rounding, of the sum in the wider dtype
+            out.index_copy_(0, rows.long(), (out.index_select(0, rows) + delta).to(y.dtype))
     return out
 
 

@@ -258,7 +258,7 @@ EXPAND = [
     ({"y": lambda t: t[0]}, r"y must be \[R, T, N\]"),
     ({"h": lambda t: t[:, 1:]}, r"h \[R, T, max_rank\]"),
     ({"b": lambda t: t[:, 1:]}, r"b must be \[P, 51\]"),
-    ({"h": lambda t: t.half()}, "h must be float32"),
+    ({"h": lambda t: t.half()}, "h must be float32 or float64"),
 ]
 
 
