@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .formats import LoraFactors
 from .layers import LoraLayer
+from .layers.augmented import unlay
 from .runtime import Runtime
 
 # Largest difference of outputs, relative to the largest output, that rounding explains: a merged weight is rounded once
@@ -131,6 +132,7 @@ def _merged(runtime: Runtime, factors: Mapping[str, LoraFactors]) -> Iterator[No
             if weight is None or not weight.is_floating_point() or weight.numel() != delta.numel():
                 raise NotImplementedError(f"{name}: only a plain weight can be merged, it is {type(weight).__name__}")
             delta = delta if isinstance(module, nn.Linear) else delta.t()  # Conv1D [in, out], embedding [V, H]
+            unlay(module, runtime.sites[name][1])
             merged = (weight.double() + delta.to(weight.device)).to(weight.dtype)
             originals.append((module, weight))
             module._parameters["weight"] = nn.Parameter(merged, requires_grad=False)

@@ -45,6 +45,27 @@ def test_the_weights_are_as_before(model):
     assert all(model.get_parameter(k).data_ptr() == p for k, p in storage.items())
 
 
+def test_the_weights_take_no_tenants_rows_along(model):
+    with torch.no_grad():
+        model(torch.arange(6)[None].repeat(2, 1), adapter_names=["a", "b"])
+    laid = {k for k, v in model.named_parameters() if v.untyped_storage().nbytes() > v.nbytes}
+    assert laid, "no weight lies with rank rows: the check says nothing"
+    model.verify("a")
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in model.state_dict().values())
+    bare = model.unpatch()
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in bare.parameters())
+
+
+def test_a_base_in_float64(tmp_path, model):
+    """More tokens than the one matmul over all slots takes, and a scale that is no power of two."""
+    torch.manual_seed(2)
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(tiny(), config).save_pretrained(tmp_path / "c")
+    wide = MultiLoRAModel.from_pretrained(tiny().double(), adapters=[str(tmp_path / "c")])
+    report = wide.verify("c")
+    assert report and report.tolerance < 1e-8 < report.effect, report
+
+
 def test_a_corrupt_slot_is_found_and_named(model):
     model.verify("a")
     _, slots = model._multilora.sites["model.layers.1.mlp.down_proj"]

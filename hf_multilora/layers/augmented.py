@@ -97,6 +97,8 @@ def unlay(module: nn.Module, slots: ModuleSlots) -> None:
                 parameter.data = parameter.data.clone()
         if slots.laid:
             slots.a = slots.a.clone()
+        if slots.buffer is not None:  # a weight that was taken out of the module takes no tenant's rows along
+            slots.buffer[slots.out_features :].zero_()
     slots.buffer, slots.bias_buffer, slots.laid = None, None, False
     slots.look()
 
