@@ -34,12 +34,15 @@ def forward(
     with runtime.lock:
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:
+            runtime.rest()
+            runtime.require_default_whole()
             return run(*args, **kwargs)
         if rows is not None and model.training and torch.is_grad_enabled():
             _refuse_checkpointing(model)
         arguments = bind(runtime.parameters, args, kwargs)
         n, tokens = rows_of(arguments, type(model).__name__)
         if rows is None:
+            runtime.routing.require_own()
             runtime.routing.enter(n, tokens)
             return run(*args, **kwargs)
         if n == 1 and len(rows) > 1:
@@ -109,6 +112,7 @@ def generate(
                 return base_generate(*args, **kwargs)
             finally:
                 request.factors = factors
+                runtime.routing.enter(len(request.slots))  # the block's own rows again, not those of beams
         _check_prompts(arguments, len(rows))
         room, mixable = runtime.limits(rows)
         plan = passes.plan_passes(rows, room, mixable)

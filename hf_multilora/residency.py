@@ -93,6 +93,12 @@ class Residency:
             if not self._in_place(name) and not site.rows.spans.keys().isdisjoint(slots):
                 raise self._replaced(name)
 
+    def require_in_place(self, names: Collection[str]) -> None:
+        """Raises RuntimeError where one of these adapted modules was replaced."""
+        for name in names:
+            if not self._in_place(name):
+                raise self._replaced(name)
+
     def _in_place(self, name: str) -> bool:
         parent, own = self.parents[name]
         return parent._modules.get(own) is self.sites[name][0]
@@ -134,17 +140,23 @@ class Residency:
 
         Raises AdapterError where the pool's dtype cannot hold a value.
         """
-        first, factors = self.paths(), {}
-        for name, pair in adapter.factors.items():
-            module = self.model.get_submodule(name)
+        first = self.paths()
+        factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for given, pair in adapter.factors.items():
+            module = self.model.get_submodule(given)
             name = first[id(module)]
             dtype = self.dtype_of(module)
             a = pair.a.to(dtype).contiguous()
-            b = (pair.b.float() * pair.scaling).t().to(dtype).contiguous()
+            b = (pair.b.to(torch.promote_types(dtype, torch.float32)) * pair.scaling).t().to(dtype).contiguous()
             if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
                 raise AdapterError(
                     f"{name}: the factors of {adapter.source} must be finite in {dtype}, some become Inf; pass "
                     f"lora_dtype='float32' or 'bfloat16'"
+                )
+            if name in factors and not all(map(torch.equal, factors[name], (a, b))):
+                raise AdapterError(
+                    f"{given} and {name} are one module of this base, so {adapter.source} must hold the same factors "
+                    f"for both, they differ; load the base it was trained on"
                 )
             factors[name] = (a, b)
         return HostAdapter(factors)
@@ -153,7 +165,7 @@ class Residency:
     @torch.no_grad()
     def fill(self, slot: int, host: HostAdapter) -> None:
         """Copy an adapter into a slot: one pass of bookkeeping, one scatter."""
-        self._stale = True
+        self.empty(slot)  # an interrupt may have left rows there
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, (a, b) in host.factors.items():

@@ -9,6 +9,7 @@ stay while the number of rows stays.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +22,24 @@ class RoutingError(RuntimeError):
     """Rows that cannot be attributed to adapters."""
 
 
-@dataclass
+def current_task() -> object:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+@dataclass(eq=False)
 class Request:
-    """One open request. `factors`: how many rows of the model one request row may stand for (1, beams, ...)."""
+    """One open request. `factors`: how many rows of the model one request row may stand for (1, beams, ...).
+
+    task: the asyncio task that opened it, since tasks take turns in one thread, which no lock sees.
+    """
 
     slots: tuple[int, ...]
     factors: set[int] = field(default_factory=lambda: {1})
     ragged: bool = False  # slots are per token of one packed row, not per row
+    task: object = field(default_factory=current_task)
 
 
 class Routing:
@@ -69,22 +81,42 @@ class Routing:
             self._settle()
 
     def push(self, request: Request) -> None:
+        self.require_own()
         self.stack.append(request)
         self.open = True
         try:
             self.enter(len(request.slots))
         except BaseException:
-            self.pop()
+            self.pop(request)
             raise
 
-    def pop(self) -> None:
-        """Close the innermost request; the one around it, if any, is in force again with its own rows."""
-        self.stack.pop()
+    def pop(self, request: Request | None = None) -> None:
+        """Close a request (None: the innermost); the one around it, if any, is in force again with its own rows.
+
+        Raises RoutingError where one that was opened later is still open: generators that take turns do that.
+        """
+        request = self.stack[-1] if request is None else request
+        innermost = self.stack[-1] is request
+        self.stack.remove(request)
         self.open = bool(self.stack)
         if self.stack:
             self.enter(len(self.stack[-1].slots))
         else:
             self._settle()
+        if not innermost:
+            raise RoutingError(
+                "adapters() blocks must be left in the opposite order of entering them, a later one is still open "
+                "(generators that take turns?): calls since then may have had the adapters of the other block. Do not "
+                "yield inside a block"
+            )
+
+    def require_own(self) -> None:
+        """Raises RoutingError inside a request that another asyncio task has open: its rows are not the caller's."""
+        if self.stack and self.stack[-1].task is not current_task():
+            raise RoutingError(
+                "no other asyncio task may have an adapters() block open on this model, one waits inside its block: do "
+                "not await inside a block, or hold an asyncio.Lock around it"
+            )
 
     def relayout(self, layouts: list[Layout]) -> None:
         """Slots moved: take the new layouts and write the rows in force into them."""

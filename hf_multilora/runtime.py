@@ -75,8 +75,8 @@ class Runtime(Residency):
         with self.store.lock:
             before = set(self.sites)
             first = self.paths()
-            self.adapt([first[id(self.model.get_submodule(n))] for n in adapter.factors])
             try:
+                self.adapt([first[id(self.model.get_submodule(n))] for n in adapter.factors])
                 if replace:
                     self.store.replace(name, adapter, reader)
                 else:
@@ -89,14 +89,28 @@ class Runtime(Residency):
     def set_default(self, name: str | None) -> None:
         """What rows get when a call names none; the adapter stays in its slot while it is the default."""
         with self.lock:
+            self.rest()
             entry = None if name is None else self.store.catalogue.entry(name)
-            slots = self.store.acquire([] if entry is None else [entry.id])
-            with self.store.lock:
-                self.refresh()
+            slots = self.seat([] if entry is None else [entry.id])
+            old, self.default = self.default, name
             self.routing.stand(BASE if entry is None else slots[entry.id])
-            if self.default is not None:
-                self.store.release([self.store.catalogue.entry(self.default).id])
-            self.default = name
+            if old is not None:
+                self.store.release([self.store.catalogue.entry(old).id])
+
+    def rest(self) -> None:
+        """Between calls only the default is held, and stands: after an interrupt more may be, or something else."""
+        if self.routing.open:
+            return
+        ids = [] if self.default is None else [self.store.catalogue.entry(self.default).id]
+        self.store.hold_only(ids)
+        with self.store.lock:
+            self.refresh()
+        self.routing.stand(self.store.slots[ids[0]] if ids else BASE)
+
+    def require_default_whole(self) -> None:
+        """Raises RuntimeError where a module that the default adapter trains was replaced."""
+        if self.default is not None:
+            self.require_in_place(self.store.catalogue.entry(self.default).ranks)
 
     def require_not_default(self, name: str, verb: str) -> None:
         if name is not None and name == self.default:
@@ -150,19 +164,28 @@ class Runtime(Residency):
         trained = {name for i in wanted for name in self.store.catalogue.by_id(i).ranks}
         return self.store.room(wanted), not (trained & self.unmixable)
 
+    def seat(self, ids: Sequence[int]) -> dict[int, int]:
+        """`store.acquire`, then new layouts, also after an error: adapters in force may have been moved before it."""
+        with self.store.lock:  # a load in another thread adds sites
+            try:
+                return self.store.acquire(ids)
+            finally:
+                self.refresh()
+
     @contextmanager
     def request(self, ids: Sequence[int], *, ragged: bool = False) -> Iterator[None]:
         """Route `ids` (one per row; ragged: one per token) while the block runs; nothing is left behind."""
         with self.lock:
-            slots = self.store.acquire(ids)
+            self.rest()
+            slots = self.seat(ids)
             try:
-                with self.store.lock:  # a load in another thread adds sites
-                    self.refresh()
+                with self.store.lock:
                     self.settle(slots.values())
-                self.routing.push(Request(tuple(slots.get(i, BASE) for i in ids), ragged=ragged))
+                request = Request(tuple(slots.get(i, BASE) for i in ids), ragged=ragged)
+                self.routing.push(request)
                 try:
                     yield
                 finally:
-                    self.routing.pop()
+                    self.routing.pop(request)
             finally:
                 self.store.release(slots)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ class AdapterStore:
     hosted: OrderedDict[int, None] = field(default_factory=OrderedDict)  # id, least recently used first
     hosted_bytes: int = 0
     pins: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)  # ids: all that calls use, perhaps more
     loads: int = 0
     evictions: int = 0
 
@@ -144,8 +145,9 @@ class AdapterStore:
             if len(wanted) > room:
                 raise CapacityError(
                     f"{len(wanted)} distinct adapters must fit in {room} free slots (max_loras={self.max_loras}, the "
-                    f"rest is pinned or in use); raise max_loras to {self.max_loras + len(wanted) - room}"
+                    f"rest is pinned, in use or the default); raise max_loras to {self.max_loras + len(wanted) - room}"
                 )
+            self.held.update(wanted)
             for entry in entries:
                 entry.in_flight += 1
             try:
@@ -161,6 +163,13 @@ class AdapterStore:
             for adapter_id in ids:
                 if adapter_id:
                     self.catalogue.by_id(adapter_id).in_flight -= 1
+
+    def hold_only(self, ids: Collection[int]) -> None:
+        """When no call runs: let go of what an interrupted one left held, but for these."""
+        with self.lock:
+            for adapter_id in self.held & self.catalogue.names.keys():
+                self.catalogue.by_id(adapter_id).in_flight = int(adapter_id in ids)
+            self.held = set(ids)
 
     def _seat(self, entry: Entry) -> None:
         if entry.id in self.slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers as tf
 
+from hf_multilora import RoutingError
 from tests.models import NEW, Family, prompts, right_rows
 
 pytest_plugins = ("tests.fixtures",)
@@ -120,6 +122,46 @@ def test_a_second_call_waits_for_the_first(family: Callable[[str], Family], lock
         for got, names in zip(results, MIXES, strict=False)
     ]
     assert all(right) == locked, results
+
+
+def test_a_block_keeps_other_tasks_out(family: Callable[[str], Family]) -> None:
+    """asyncio tasks take turns in one thread, for which the lock is no bar: an error, no other task's rows."""
+    made = family("llama")
+    model, turns = made.model(), []
+
+    async def block() -> None:
+        with torch.no_grad(), model.adapters(MIXES[0]):
+            before = model(**INPUTS).logits
+            await asyncio.sleep(0)
+            turns.append(torch.equal(before, model(**INPUTS).logits))
+
+    async def other(names: Any) -> None:
+        for call in (model, model.generate):
+            with pytest.raises(RoutingError, match="asyncio task"):
+                call(**INPUTS, adapter_names=names)
+        turns.append("refused")
+
+    async def main() -> None:
+        await asyncio.gather(block(), other(None), other(MIXES[0]))
+        model(**INPUTS, adapter_names=MIXES[0])
+
+    asyncio.run(main())
+    assert turns == ["refused", "refused", True] and not model._multilora.routing.open
+
+
+def test_generators_that_leave_their_blocks_in_turns_are_told(family: Callable[[str], Family]) -> None:
+    model = family("llama").model()
+
+    def run(name: str) -> Iterator[None]:
+        with model.adapters([name]):
+            yield
+
+    first, second = run("a"), run("b")
+    next(first), next(second)
+    with pytest.raises(RoutingError, match="opposite order"):
+        first.close()
+    second.close()
+    assert not model._multilora.routing.open and all(not e.in_flight for e in model._multilora.store.catalogue)
 
 
 def test_a_block_keeps_other_threads_out(family: Callable[[str], Family]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from transformers import LlamaForSequenceClassification
 
 from hf_multilora import MultiLoRAModel
 from hf_multilora.layers import LoraLayer
@@ -194,6 +195,48 @@ def test_unpatch_gives_back_exactly_what_was_there(name: str, tmp_path: Path) ->
     again = MultiLoRAModel.from_pretrained(base, {"a": str(tmp_path / "a")})
     with again.adapters(["a", None, "a", None]):
         assert torch.equal(answer(again), adapted)
+
+
+@torch.no_grad()
+def test_a_module_follows_one_model_only(tmp_path: Path) -> None:
+    """Two models that share their layers: the second is refused, the first goes on."""
+    own = Family(llama(), tmp_path, ADAPTERS)
+    model = own.model()
+    other = LlamaForSequenceClassification(model.config)
+    other.model = model.model
+    with pytest.raises(ValueError, match="no other MultiLoRAModel may have adapted it"):
+        MultiLoRAModel.from_pretrained(other, {"a": str(save_adapter(own.base, tmp_path / "x"))})
+    assert_rows(logits(model, INPUTS, NAMES), own.truth(INPUTS, NAMES))
+    assert type(other) is LlamaForSequenceClassification
+
+
+@torch.no_grad()
+def test_a_weight_taken_out_of_its_module_takes_no_tenants_rows_along(tmp_path: Path) -> None:
+    model = Family(llama(), tmp_path, {"a": {}, "b": {}}).model()
+    logits(model, INPUTS, ["a", None, "b", None])
+    module = model.model.layers[0].mlp.up_proj
+    taken = module.weight
+    assert taken.untyped_storage().nbytes() > taken.nbytes
+    behind = torch.empty(0).set_(taken.untyped_storage())[taken.numel() :]
+    assert behind.any()
+    module.weight = nn.Parameter(taken.clone(), requires_grad=False)
+    logits(model, INPUTS, ["a", None, "b", None])
+    assert not behind.any()
+
+
+@torch.no_grad()
+def test_the_default_is_not_served_without_a_module_it_trains(tmp_path: Path) -> None:
+    model = Family(llama(), tmp_path, ADAPTERS).model()
+    model.set_adapter("head")
+    own, model.lm_head = model.lm_head, nn.Linear(16, 40)
+    for call in (model, model.generate):
+        with pytest.raises(RuntimeError, match="lm_head must be the module that was adapted"):
+            call(input_ids=INPUTS)
+    model.set_adapter("layers")
+    model(input_ids=INPUTS)
+    model.lm_head = own
+    model.set_adapter("head")
+    model(input_ids=INPUTS)
 
 
 def test_unpatch_inside_a_call_is_refused(tmp_path: Path) -> None:

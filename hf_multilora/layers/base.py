@@ -84,7 +84,12 @@ def mix(mixin: Any, cls: Any) -> type:
 
 
 def wrap(module: nn.Module, kind: str, slots: ModuleSlots) -> None:
-    """Adapt `module` in place."""
+    """Adapt `module` in place. Raises ValueError where another model has adapted it: it can follow one routing."""
+    if isinstance(module, LoraLayer):
+        raise ValueError(
+            f"{slots.name}: no other MultiLoRAModel may have adapted it, one that shares it has (as "
+            f"{module._lora.name}); unpatch() that one, or give each a copy of the module (copy.deepcopy)"
+        )
     module.__dict__["_lora"] = slots
     own: Any = type(module)
     mixin: Any = MIXINS[kind]

@@ -118,13 +118,7 @@ class ModuleSlots:
         """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must."""
         start = self.rows.allocate(slot, r)
         if start is None:
-            end = self.rows.end
-            with torch.no_grad():
-                for old, new, width in self.rows.compact():
-                    for rows in (self.a, self.b):
-                        rows[new : new + width] = rows[old : old + width].clone()
-                for rows in (self.a, self.b):  # what was moved is not left behind as well
-                    rows[self.rows.end : end].zero_()
+            self._compact()
             start = self.rows.allocate(slot, r)
         if start is None:
             raise RuntimeError(
@@ -133,14 +127,31 @@ class ModuleSlots:
             )
         return self.a[start : start + r], self.b[start : start + r]
 
+    @torch.no_grad()
+    def _compact(self) -> None:
+        """Close the gaps between rows in use. What is interrupted half way is undone: the rows are other adapters'."""
+        spans, end = dict(self.rows.spans), self.rows.end
+        a, b = self.a[:end].clone(), self.b[:end].clone()
+        try:
+            for old, new, width in self.rows.compact():
+                for rows, copy in ((self.a, a), (self.b, b)):
+                    rows[new : new + width] = copy[old : old + width]
+            for rows in (self.a, self.b):  # what was moved is not left behind as well
+                rows[self.rows.end : end].zero_()
+        except BaseException:
+            self.rows.spans = spans
+            self.a[:end], self.b[:end] = a, b
+            raise
+
     def clear(self, slot: int) -> None:
         """Give up the rows of `slot`; nothing of the tenant stays behind."""
-        span = self.rows.free(slot)
+        span = self.rows.spans.get(slot)
         if span is not None:
             start, r = span
             with torch.no_grad():
                 self.a[start : start + r].zero_()
                 self.b[start : start + r].zero_()
+            self.rows.free(slot)
 
     def settle(self, layout: Layout | None) -> None:
         """Take the layout that describes the rows as they now are."""

@@ -1,0 +1,139 @@
+"""Calls cut short while slots change, by an error or an interrupt: what stays in force is right, nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_multilora import AdapterError, MultiLoRAModel, RoutingError
+from hf_multilora.layers import ModuleSlots
+from hf_multilora.pool import RankRows
+from hf_multilora.routing import Routing
+from tests.test_residency import ADAPTERS, assert_clean, sites
+from tests.tiny import Family, error, ids, llama, logits, same_ids, save_adapter
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    torch.manual_seed(0)
+    return Family(llama(), tmp_path_factory.mktemp("adapters"), ADAPTERS)
+
+
+@pytest.mark.parametrize("outer", ["block", "default"])
+def test_a_call_that_fails_after_rows_were_moved(family: Family, tmp_path: Path, outer: str) -> None:
+    """The first adapter of the failing call makes the pool close its gaps, the second one's files are gone."""
+    own = Family(family.base, tmp_path, {"left": {"r": 5}, "kept": {"r": 1}, "right": {"r": 5}})
+    model, inputs = own.model(max_loras=3, max_cpu_loras=3), same_ids(2)
+    logits(model, ids(3), ["left", "kept", "right"])
+    model.pin_adapter("kept")
+    if outer == "default":
+        model.set_adapter("kept")
+    for name in ("left", "right"):
+        model.delete_adapter(name)
+    late = Family(family.base, tmp_path / "late", {n: {"r": 9, "seed": 7} for n in ("wide", "gone", "other")})
+    for name, path in late.paths.items():
+        model.load_adapter(str(path), name)
+    store = model._multilora.store
+    rows = ["kept"] * 2 if outer == "default" else ["kept", None]
+    with model.adapters(rows) if outer == "block" else nullcontext(), torch.no_grad():
+        before = {name: slots.rows.spans.copy() for name, slots in sites(model).items()}
+        store._drop_host(store.catalogue.entry("gone"))
+        shutil.rmtree(late.paths["gone"])
+        with pytest.raises(FileNotFoundError):
+            model(input_ids=inputs, adapter_names=["wide", "gone"])
+        slot = store.slots[store.catalogue.entry("kept").id]
+        assert all(s.rows.spans[slot] != before[n][slot] for n, s in sites(model).items()), "nothing was moved"
+        assert error(model(input_ids=inputs).logits, own.truth(inputs, rows)) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["clear", "place", "settle"])
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_an_interrupt_while_slots_change(family: Family, monkeypatch: Any, where: str, done: bool) -> None:
+    """At the second module, before or after the step: later calls are right, nothing is held, no rows are lost."""
+    model, calls = family.model("wide", "q", "mlp", "one", max_loras=2), [0]
+    step = getattr(ModuleSlots, where)
+
+    def interrupted(slots: ModuleSlots, *args: Any) -> Any:
+        calls[0] += 1
+        result = step(slots, *args) if done or calls[0] != 2 else None
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return result
+
+    logits(model, ids(2), ["wide", "one"])
+    model.set_adapter("one")
+    monkeypatch.setattr(ModuleSlots, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, ids(2), ["mlp", None])
+    check_default(family, model, "one")
+    for names in (["mlp", None], ["one", "q"], ["wide", "one"], ["mlp", "one"]):
+        inputs = same_ids(2)
+        assert error(logits(model, inputs, names), family.truth(inputs, names)) < 1e-5
+        assert_clean(model)
+    model.set_adapter(None)
+    model.delete_adapter(["wide", "q", "mlp", "one"])
+
+
+def test_an_interrupted_compaction_leaves_rows_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = ModuleSlots("m", 4, 5, Routing(3))
+    slots.reserve(5, torch.device("cpu"), torch.float32)
+    for slot, r in ((0, 2), (1, 1), (2, 2)):
+        for rows in slots.place(slot, r):
+            rows.copy_(torch.randn(rows.shape))
+    for slot in (0, 2):
+        slots.clear(slot)
+    kept = slots.a[2].clone(), slots.b[2].clone()
+    compact = RankRows.compact
+
+    def interrupted(rows: RankRows) -> None:
+        assert compact(rows) == [(2, 0, 1)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankRows, "compact", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        slots.place(0, 4)
+    monkeypatch.undo()
+    for at in (2, 0):  # as it was; and moved, once nothing is in the way
+        assert slots.rows.spans[1] == (at, 1)
+        assert torch.equal(slots.a[at], kept[0]) and torch.equal(slots.b[at], kept[1])
+        slots.place(0, 4) if at else None
+
+
+def check_default(family: Family, model: Any, name: str) -> None:
+    with torch.no_grad():
+        assert error(model(input_ids=same_ids(2)).logits, family.truth(same_ids(2), [name] * 2)) < 1e-5
+
+
+@torch.no_grad()
+def test_a_part_of_the_model_called_after_beams_in_one_block(family: Family) -> None:
+    """The base model has no entry of its own: it must get the block's rows, not those of the beams."""
+    model, inputs = family.model("q", "one"), same_ids(2)
+    with model.adapters(["q", "one"]):
+        before = model.model(input_ids=inputs).last_hidden_state
+        model.generate(input_ids=inputs, num_beams=2, max_new_tokens=2)
+        assert torch.equal(model.model(input_ids=inputs).last_hidden_state, before)
+        with pytest.raises(RoutingError):
+            model.model(input_ids=same_ids(4))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_one_module_under_two_names_has_one_pair_of_factors(family: Family, tmp_path: Path, equal: bool) -> None:
+    base = copy.deepcopy(family.base)
+    base.model.layers[1].mlp = base.model.layers[0].mlp
+    path = save_adapter(base, tmp_path / "a", targets=["up_proj"])
+    file = path / "adapter_model.safetensors"
+    own = load_file(file)
+    second = {k.replace("layers.0", "layers.1"): v.clone() if equal else v + 1 for k, v in own.items()}
+    save_file(own | second, file)
+    if equal:
+        assert MultiLoRAModel.from_pretrained(base, [str(path)]).verify("a")
+        return
+    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.up_proj and .*layers\.0\.mlp\.up_proj are one module"):
+        MultiLoRAModel.from_pretrained(base, [str(path)])
