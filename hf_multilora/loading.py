@@ -130,6 +130,12 @@ def progress(adapters: Mapping[str, str]) -> Any:
 def patch(model: Any, config: MultiLoRAConfig) -> None:
     if any(is_distributed(p) for p in model.parameters()):
         raise NotImplementedError("the base is sharded over several devices (DTensor), which is not supported yet")
+    tuned = next((name for name, module in model.named_modules() if is_tuner(module)), None)
+    if tuned is not None:
+        raise ValueError(
+            f"the base must hold no adapters of PEFT, {tuned} does: they would go on for all rows. Pass the PeftModel, "
+            f"or take them off first (delete_adapter of the model that load_adapter or add_adapter was called on)"
+        )
     facts = facts_of(model.config)
     runtime = Runtime(model, config, facts, checkpoint_renames(model))
     for name, module in entry_points(model).items():
@@ -137,6 +143,11 @@ def patch(model: Any, config: MultiLoRAConfig) -> None:
     model.__dict__["_multilora"] = runtime
     own: Any = type(model)
     model.__class__ = mix_model(own)
+
+
+def is_tuner(module: Any) -> bool:
+    """Whether the module is a layer that PEFT has wrapped around one of the base's."""
+    return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
 def entry_points(model: Any) -> dict[str, Any]:
@@ -174,6 +185,13 @@ def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRACon
     """A PeftModel's adapters, read in memory and checked before it is unloaded."""
     from peft import get_peft_model_state_dict
 
+    layers = [module for module in peft_model.modules() if is_tuner(module)]
+    merged = sorted({name for layer in layers for name in getattr(layer, "merged_adapters", ())})
+    if merged:
+        raise ValueError(
+            f"no adapter of the PeftModel may be merged, {merged} are, so the weights are not the base's; call "
+            f"unmerge_adapter() first"
+        )
     base = peft_model.get_base_model()
     facts = facts_of(base.config)
     probe = Runtime(base, config, facts, checkpoint_renames(base))
@@ -184,7 +202,7 @@ def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRACon
         plain = json.loads(json.dumps(settings.to_dict(), default=_plain))
         tensors = {k: v.detach().cpu() for k, v in get_peft_model_state_dict(peft_model, adapter_name=name).items()}
         own[name] = adapter_from_tensors(f"PeftModel:{name}", plain, tensors, probe.census(), **probe.reading())
-    active = peft_model.active_adapters
+    active = [] if any(getattr(layer, "disable_adapters", False) for layer in layers) else peft_model.active_adapters
     base = peft_model.unload()
     patch(base, config)
     try:

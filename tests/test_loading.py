@@ -211,3 +211,31 @@ def test_a_peft_model_that_cannot_be_taken_over_stays(family: Family, settings: 
     with pytest.raises(kind):
         MultiLoRAModel.from_pretrained(source, {name: str(family.paths[path]) for name, path in adapters.items()})
     assert torch.equal(peft_rows(source, ["x", None, "y"]), want)
+
+
+def test_merged_adapters_of_a_peft_model_are_refused(family: Family) -> None:
+    """Unloading would leave them in the weights, for all rows."""
+    source = peft_model(family, {}, {})
+    want = peft_rows(source, ["x", None, "y"])
+    source.set_adapter("x")
+    source.merge_adapter()
+    with pytest.raises(ValueError, match=r"merged, \['x'\] are.*unmerge_adapter"):
+        MultiLoRAModel.from_pretrained(source)
+    source.unmerge_adapter()
+    assert_rows(logits(MultiLoRAModel.from_pretrained(source), INPUTS, ["x", None, "y"]), want)
+
+
+def test_disabled_adapters_of_a_peft_model_give_no_default(family: Family) -> None:
+    source = peft_model(family, {})
+    source.base_model.disable_adapter_layers()
+    model = MultiLoRAModel.from_pretrained(source)
+    assert model.active_adapters() == [] and [row["name"] for row in model.list_adapters()] == ["x"]
+
+
+def test_a_base_with_adapters_of_peft_inside_is_refused(family: Family) -> None:
+    base = copy.deepcopy(family.base)
+    base.load_adapter(str(family.paths["a"]), "inside")
+    with pytest.raises(ValueError, match=r"must hold no adapters of PEFT, model\.layers\.0\.self_attn\.q_proj does"):
+        MultiLoRAModel.from_pretrained(base, {"b": str(family.paths["b"])})
+    base.delete_adapter("inside")
+    assert type(base) is tf.LlamaForCausalLM
