@@ -11,7 +11,7 @@ from .config import MultiLoRAConfig
 from .entry import EntryHook, remove_entry_hooks
 from .formats import adapter_from_tensors
 from .formats.files import locate, parse_config
-from .layers.base import require_unwrappable
+from .layers.base import LoraLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
 from .patches.facts import facts_of, is_distributed
 from .runtime import Runtime
@@ -136,6 +136,12 @@ def patch(model: Any, config: MultiLoRAConfig) -> None:
             f"the base must hold no adapters of PEFT, {tuned} does: they would go on for all rows. Pass the PeftModel, "
             f"or take them off first (delete_adapter of the model that load_adapter or add_adapter was called on)"
         )
+    shared = next((name for name, module in model.named_modules() if isinstance(module, LoraLayer)), None)
+    if shared is not None:
+        raise ValueError(
+            f"the base must share no module with another MultiLoRAModel, {shared} is adapted by one; unpatch() it "
+            f"first, or copy.deepcopy the module"
+        )
     facts = facts_of(model.config)
     runtime = Runtime(model, config, facts, checkpoint_renames(model))
     for name, module in entry_points(model).items():
@@ -172,6 +178,8 @@ def unpatch(model: Any) -> Any:
             raise RuntimeError("unpatch must not run inside a call or an adapters() block")
         for module, _ in runtime.sites.values():
             require_unwrappable(module)
+        runtime.set_default(None)
+        runtime.store.delete(*runtime.store.catalogue.entries)  # who still holds the runtime must find no adapters
         for name in list(runtime.sites):
             runtime.release_site(name)
         for module in entry_points(model).values():

@@ -14,7 +14,7 @@ import transformers as tf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from hf_multilora import AdapterError, MultiLoRAModel
+from hf_multilora import AdapterError, MultiLoRAModel, UnknownAdapterError
 from tests.tiny import Family, assert_rows, bert, error, llama, logits, same_ids, save_adapter, snapshot
 
 INPUTS = same_ids(3)
@@ -237,5 +237,17 @@ def test_a_base_with_adapters_of_peft_inside_is_refused(family: Family) -> None:
     base.load_adapter(str(family.paths["a"]), "inside")
     with pytest.raises(ValueError, match=r"must hold no adapters of PEFT, model\.layers\.0\.self_attn\.q_proj does"):
         MultiLoRAModel.from_pretrained(base, {"b": str(family.paths["b"])})
-    base.delete_adapter("inside")
-    assert type(base) is tf.LlamaForCausalLM
+    assert type(base) is tf.LlamaForCausalLM and not hasattr(base, "_multilora")
+
+
+def test_a_shallow_copy_finds_no_adapters_after_unpatch(family: Family) -> None:
+    """It shares modules and adapters with the model, so it would answer as the base."""
+    model = family.model("a", "b")
+    other = copy.copy(model)
+    check(family, other)
+    model.set_adapter("a")
+    model.unpatch()
+    with pytest.raises(UnknownAdapterError):
+        logits(other, INPUTS, NAMES)
+    with torch.no_grad():
+        assert torch.equal(other(input_ids=INPUTS).logits, family.base(input_ids=INPUTS).logits)

@@ -204,10 +204,17 @@ def test_a_module_follows_one_model_only(tmp_path: Path) -> None:
     model = own.model()
     other = LlamaForSequenceClassification(model.config)
     other.model = model.model
-    with pytest.raises(ValueError, match="no other MultiLoRAModel may have adapted it"):
-        MultiLoRAModel.from_pretrained(other, {"a": str(save_adapter(own.base, tmp_path / "x"))})
+    with pytest.raises(ValueError, match="must share no module with another MultiLoRAModel"):
+        MultiLoRAModel.from_pretrained(other)
     assert_rows(logits(model, INPUTS, NAMES), own.truth(INPUTS, NAMES))
     assert type(other) is LlamaForSequenceClassification
+    first, second = MultiLoRAModel.from_pretrained(llama()), LlamaForSequenceClassification(model.config)
+    second.model = first.model
+    second = MultiLoRAModel.from_pretrained(second)  # nothing is adapted yet
+    first.load_adapter(str(own.paths["layers"]), "layers")
+    with pytest.raises(ValueError, match="no other MultiLoRAModel may have adapted it"):
+        second.load_adapter(str(own.paths["layers"]), "layers")
+    assert first.verify("layers") and not second._multilora.sites
 
 
 @torch.no_grad()
