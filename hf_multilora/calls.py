@@ -47,9 +47,12 @@ def forward(
             return run(*args, **kwargs)
         if n == 1 and len(rows) > 1:
             rows = _per_token(rows, arguments, tokens)
+            _require_apart(model, arguments)
+            if "use_cache" in runtime.parameters:
+                arguments["use_cache"] = False
             with runtime.request(rows, ragged=True):
                 runtime.routing.enter(1, tokens)
-                return run(*args, **kwargs)
+                return run(**arguments)
         if n != len(rows):
             raise RoutingError(f"a forward must have one adapter per row, got {len(rows)} for {n} rows")
         room, mixable = runtime.limits(rows)
@@ -76,6 +79,31 @@ def _refuse_checkpointing(model: torch.nn.Module) -> None:
         raise RoutingError(
             "with gradient checkpointing layers are computed again in the backward pass, after a call's rows are gone: "
             "run forward and backward inside `with model.adapters(names):`, or turn checkpointing off"
+        )
+
+
+def _require_apart(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises RoutingError where Transformers would let packed sequences, each with its adapter, attend to each other.
+
+    It tells them apart by restarting positions, where it is given neither cache nor mask; flash attention also by
+    `cu_seq_lens_q`. A mask [1, 1, T, T] is the caller's own.
+    """
+    mask = arguments.get("attention_mask")
+    own = isinstance(mask, torch.Tensor) and mask.dim() == 4
+    cached = [name for name in passes.CACHES if arguments.get(name) is not None]
+    if arguments.get("use_cache"):
+        cached.append("use_cache=True")
+    flash = "flash" in (getattr(model.config, "_attn_implementation", None) or "")
+    restarts = segments({"position_ids": arguments.get("position_ids")})
+    wrong = cached
+    if mask is not None and not own:
+        wrong = [*cached, f"attention_mask {tuple(mask.shape)}"]
+    elif not (own or flash) and restarts != segments(arguments):
+        wrong = [*cached, f"position_ids with sequences of {restarts} tokens"]
+    if wrong:
+        raise RoutingError(
+            f"sequences packed into one row must not see each other: pass position_ids that restart at 0, no "
+            f"attention_mask (or one [1, 1, T, T]) and no cache, got {', '.join(wrong)}"
         )
 
 

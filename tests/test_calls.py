@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
+from hf_multilora import RoutingError
 from hf_multilora.pool import Layout
 from tests.models import BOS, LENGTHS, NAMES, NEW, VOCAB, Family, check_rows, generated, prompts, right_rows, row_of
 
@@ -99,7 +101,7 @@ def test_forward(served: Served, name: str, tokens: int) -> None:
         assert (got[i : i + 1] - wrong).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("ends", ["position_ids", "cu_seq_lens_q"])
+@pytest.mark.parametrize("ends", ["position_ids", "cu_seq_lens_q", "position_ids, the cache left out"])
 def test_sequences_packed_into_one_row(served: Served, ends: str) -> None:
     """Sequences in one row, told apart by positions that restart, or by their lengths, each with its adapter."""
     family, model = served("llama")
@@ -110,7 +112,8 @@ def test_sequences_packed_into_one_row(served: Served, ends: str) -> None:
     if ends == "cu_seq_lens_q":
         edges = torch.tensor([0, 4, 6, 11], dtype=torch.int32)
         packed |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "attention_mask": mask}
-    packed["use_cache"] = False  # Transformers looks for restarting positions where there is no cache
+    if "left out" not in ends:
+        packed["use_cache"] = False  # Transformers looks for restarting positions where there is no cache
     with torch.no_grad():
         got = model(**packed, adapter_names=names).logits[0].split(lengths)
         turned = model(**packed, adapter_names=names[1:] + names[:1]).logits[0].split(lengths)
@@ -118,6 +121,24 @@ def test_sequences_packed_into_one_row(served: Served, ends: str) -> None:
         truth = forwards(family, name, {"input_ids": row[None]})[0]
         torch.testing.assert_close(own, truth, atol=2e-4, rtol=1e-3)
         assert (wrong - truth).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_cache": True}, "got use_cache=True"),
+        ({"past_key_values": tf.DynamicCache()}, "got past_key_values"),
+        ({"attention_mask": torch.ones(1, 6)}, r"got attention_mask \(1, 6\)"),
+        ({"position_ids": None}, "got position_ids with sequences of None tokens"),
+        ({"position_ids": torch.arange(6)[None]}, r"got position_ids with sequences of \[6\] tokens"),
+    ],
+)
+def test_packed_sequences_that_would_see_each_other(served: Served, changes: dict[str, Any], said: str) -> None:
+    _, model = served("llama")
+    packed = {"input_ids": torch.full((1, 6), 3), "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]])}
+    packed |= {"cu_seq_lens_q": torch.tensor([0, 2, 6]), **changes}
+    with pytest.raises(RoutingError, match=f"must not see each other.*{said}"):
+        model(**packed, adapter_names=["a", "b"])
 
 
 @pytest.mark.parametrize(("beams", "writes"), [(1, 1), (3, 2)])
