@@ -142,7 +142,7 @@ class AdapterStore:
             wanted = list(dict.fromkeys(i for i in ids if i))
             entries = [self.catalogue.by_id(i) for i in wanted]
             room = self.room(wanted)
-            if len(wanted) > room:
+            if wanted and len(wanted) > room:  # room may be negative: pins wait for slots that calls use
                 raise CapacityError(
                     f"{len(wanted)} distinct adapters must fit in {room} free slots (max_loras={self.max_loras}, the "
                     f"rest is pinned, in use or the default); raise max_loras to {self.max_loras + len(wanted) - room}"

@@ -226,6 +226,18 @@ def test_pins_hold_and_leave_the_rest_to_the_others(family: Family) -> None:
 
 
 # -- failures ---------------------------------------------------------------------------------------
+def test_base_rows_need_no_room(family: Family) -> None:
+    """The default has the one slot, which a pinned adapter waits for: base rows and a change back go on."""
+    model = family.model(max_loras=1)
+    model.set_adapter("wide")
+    model.pin_adapter("q")
+    check(family, model, [None, None])
+    with pytest.raises(CapacityError):
+        model.set_adapter("q")
+    model.set_adapter(None)
+    check(family, model, ["q", None])
+
+
 def test_a_failed_copy_to_the_device_leaves_nothing(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family.model("q", "one", "wide", max_loras=2)
     check(family, model, ["q", None])
