@@ -15,7 +15,7 @@ from .census import take_census
 from .config import MultiLoRAConfig
 from .formats import Adapter, AdapterError, ModuleShape
 from .layers import ModuleSlots, unwrap, wrap
-from .layers.augmented import settle
+from .layers.augmented import prepare
 from .layers.slots import home_of
 from .patches.facts import Facts
 from .pool import Layout
@@ -89,7 +89,7 @@ class Residency:
     def settle(self, slots: Collection[int]) -> None:
         """Before a request with these slots. Raises RuntimeError where its rows would lose a replaced module."""
         for name, (module, site) in self.sites.items():
-            settle(module, site)
+            prepare(module, site)
             if not self._in_place(name) and not site.rows.spans.keys().isdisjoint(slots):
                 raise self._replaced(name)
 

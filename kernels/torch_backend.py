@@ -20,13 +20,20 @@ def _groups(order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> It
             yield edges[slot], edges[slot + 1], start, r
 
 
+def _pick(order: Tensor) -> slice | Tensor:
+    """Rows that follow each other as a slice, which picks them without a copy; others as int64 indices."""
+    rows = order.tolist()
+    low, high = rows[0], rows[0] + len(rows)
+    return slice(low, high) if rows == list(range(low, high)) else order.long()
+
+
 def shrink(
     x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int
 ) -> Tensor:
     """h[i, t, :r] = A_s x[order[i], t]; see `ops.lora_shrink`."""
     h = x.new_zeros((x.shape[0], x.shape[1], max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
     for low, high, start, r in _groups(order, offsets, starts, ranks):
-        rows = x.index_select(0, order[low:high])  # [rows, T, K]
+        rows = x[_pick(order[low:high])]  # [rows, T, K]
         h[low:high, :, :r] = torch.matmul(rows.to(h.dtype), a[start : start + r].to(h.dtype).t())
     return h
 
@@ -35,12 +42,14 @@ def expand(y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, star
     """out[order[i], t] = y[order[i], t] + B_s^T h[i, t, :r]; see `ops.lora_expand`."""
     out = y.clone(memory_format=torch.contiguous_format)
     for low, high, start, r in _groups(order, offsets, starts, ranks):
-        delta = torch.matmul(h[low:high, :, :r], b[start : start + r].to(h.dtype))  # [rows, T, N]
-        rows = order[low:high]
-        if y.dtype == delta.dtype:
-            out.index_add_(0, rows, delta)
-        else:  # one rounding, of the sum in the wider dtype
-            out.index_copy_(0, rows.long(), (out.index_select(0, rows) + delta).to(y.dtype))
+        rows, own = _pick(order[low:high]), b[start : start + r].to(h.dtype)  # [r, N]
+        some = h[low:high, :, :r]  # [rows, T, r]
+        if y.dtype != h.dtype:  # one rounding, of the sum in the wider dtype
+            out[rows] = (out[rows] + torch.matmul(some, own)).to(y.dtype)
+        elif isinstance(rows, slice):
+            out[rows].flatten(0, 1).addmm_(some.flatten(0, 1), own)
+        else:
+            out.index_add_(0, rows, torch.matmul(some, own))
     return out
 
 

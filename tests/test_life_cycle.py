@@ -152,9 +152,10 @@ def test_a_copy_made_inside_a_request_is_at_rest(family: Family, model: Any, way
 
 # -- files ------------------------------------------------------------------------------------------
 def grow(family: Family, model: Any) -> None:
-    """The pool outgrows the buffers, and only calls with one adapter follow: nothing is laid anew."""
+    """The pool outgrows the buffers, and no request follows that would lay the weights anew."""
     model.load_adapter(str(family.paths["big"]), "big")
-    logits(model, INPUTS, ["big"] * 3)
+    model.set_adapter("big")
+    model.set_adapter(None)
     assert not laid(model)
 
 

@@ -104,9 +104,16 @@ def unlay(module: nn.Module, slots: ModuleSlots) -> None:
 
 
 def settle(module: nn.Module, slots: ModuleSlots) -> None:
-    """Before calls that may be traced, and after the module moved: let go of a buffer that weight or bias has left."""
+    """Let go of a buffer that weight or bias has left."""
     if slots.buffer is not None and not _both_lie(module, slots):
         unlay(module, slots)
+
+
+def prepare(module: nn.Module, slots: ModuleSlots) -> None:
+    """Before a request: lay what can be laid, so that no weight moves while calls are traced or captured."""
+    settle(module, slots)
+    if slots.layout is not None and not slots.laid and plain_call(module) and can_lay(module, slots):
+        lay(module, slots)  # type: ignore[arg-type]
 
 
 def ready(module: nn.Module, slots: ModuleSlots) -> bool:

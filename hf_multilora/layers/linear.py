@@ -29,22 +29,20 @@ class LoraLinear(LoraLayer, kind="linear"):
             return add_one(y, x, *slots.own())
         layout = slots.layout
         assert layout is not None
-        closed = layout.closed  # [R, w]
-        rows = slots.routing.align(x, closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
-        tracing = torch.compiler.is_compiling()
-        if rows.shape[0] * rows.shape[1] <= GATED_TOKENS or rows.is_cuda:
-            if isinstance(self, nn.Linear) and augmented.ready(self, slots):
-                both = F.linear(rows, slots.buffer_used, slots.bias_used)  # type: ignore[arg-type]  # [R, T, N + w]
-                y, h = both[..., : slots.out_features], both[..., slots.out_features :]
-                return expand_gated(y, h, slots.b_used, closed).view(*x.shape[:-1], slots.out_features)
-            y = super().__call__(*args, **kwargs)
+        rows = slots.routing.align(x, layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
+        few = rows.shape[0] * rows.shape[1] <= GATED_TOKENS or rows.is_cuda
+        if few and isinstance(self, nn.Linear) and augmented.ready(self, slots):
+            both = F.linear(rows, slots.buffer_used, slots.bias_used)  # type: ignore[arg-type]  # [R, T, N + w]
+            y, h = both[..., : slots.out_features], both[..., slots.out_features :]
+            return expand_gated(y, h, slots.b_used, layout.closed).view(*x.shape[:-1], slots.out_features)
+        y = super().__call__(*args, **kwargs)
+        out = y.reshape(*rows.shape[:2], -1)  # [R, T, N]
+        if few:
             h = F.linear(rows.to(slots.a_used.dtype), slots.a_used).to(y.dtype)
-            out = expand_gated(y.reshape(*rows.shape[:2], -1), h, slots.b_used.to(y.dtype), closed)
-            return out.view(y.shape)
-        # grouped: one matmul per slot; a traced graph calls the registered operations, whose insides it does not see
+            return expand_gated(out, h, slots.b_used.to(y.dtype), layout.closed).view(y.shape)
+        tracing = torch.compiler.is_compiling()  # a traced graph calls the registered operations as they are
         shrink = torch.ops.hf_multilora.lora_shrink if tracing else ops.lora_shrink
         expand = torch.ops.hf_multilora.lora_expand if tracing else ops.lora_expand
-        y = super().__call__(*args, **kwargs)
         width = slots.a_used.shape[0] if tracing else layout.max_rank
         h = shrink(rows.to(slots.a.dtype), slots.a, *slots.tables(), width)
-        return expand(y.reshape(*rows.shape[:2], -1), h, slots.b, *slots.tables()).view(y.shape)
+        return expand(out, h, slots.b, *slots.tables()).view(y.shape)
