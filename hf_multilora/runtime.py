@@ -186,6 +186,11 @@ class Runtime(Residency):
                 try:
                     yield
                 finally:
-                    self.routing.pop(request)
+                    try:
+                        self.routing.pop(request)
+                    except KeyboardInterrupt:  # left open, its rows would be those of the next call
+                        if request in self.routing.stack:
+                            self.routing.pop(request)
+                        raise
             finally:
                 self.store.release(slots)

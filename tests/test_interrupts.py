@@ -81,6 +81,22 @@ def test_an_interrupt_while_slots_change(family: Family, monkeypatch: Any, where
     model.delete_adapter(["wide", "q", "mlp", "one"])
 
 
+def test_an_interrupt_while_a_request_is_closed(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pop, calls = family.model("q", "one"), Routing.pop, [0]
+
+    def interrupted(routing: Routing, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise KeyboardInterrupt
+        pop(routing, *args)
+
+    monkeypatch.setattr(Routing, "pop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, ids(2), ["q", "one"])
+    with torch.no_grad():
+        assert error(model(input_ids=same_ids(2)).logits, family.truth(same_ids(2), [None, None])) < 1e-5
+
+
 def test_an_interrupted_compaction_leaves_rows_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = ModuleSlots("m", 4, 5, Routing(3))
     slots.reserve(5, torch.device("cpu"), torch.float32)
