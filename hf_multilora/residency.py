@@ -199,9 +199,17 @@ class Residency:
         self._stale = False
 
     def moved(self) -> None:
-        """The model went to another device or dtype."""
+        """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go."""
         self._stale = True
+        self.store.forget(self._outdated)
         self.refresh()
+
+    def _outdated(self, host: HostAdapter) -> bool:
+        for name, (a, _) in host.factors.items():
+            dtype = self.dtype_of(self.sites[name][0])
+            if dtype != a.dtype and (torch.promote_types(dtype, a.dtype) != a.dtype or dtype == torch.float16):
+                return True
+        return False
 
 
 def host_budget() -> int:

@@ -243,6 +243,16 @@ class AdapterStore:
             self._free_slot(entry)
             self._drop_host(entry)
 
+    def forget(self, outdated: Callable[[HostAdapter], bool]) -> None:
+        """Drop outdated host copies and their slots; the next use reads the adapter again. Those in use stay."""
+        with self.lock:
+            for entry in self.catalogue:
+                if entry.host is None or entry.reader is None or entry.in_flight or not outdated(entry.host):
+                    continue
+                self._free_slot(entry)
+                entry.host = None
+                self.hosted.pop(entry.id, None)
+
     def _over(self) -> bool:
         if self.max_cpu_loras is not None:
             return len(self.hosted) > self.max_cpu_loras

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hf_multilora import AdapterError, MultiLoRAModel
 from tests.life import ADAPTERS, INPUTS, NAMES, check, hidden_bytes, laid, linear, live_on, make_family, make_model
 from tests.tiny import Family, assert_rows, ids, llama, logits
 
@@ -213,3 +216,28 @@ def test_unpatch_frees_the_weights_from_the_buffers(family: Family, model: Any, 
     assert hidden_bytes(dict(model.named_parameters())) == 0
     with torch.no_grad():
         assert torch.equal(model(input_ids=INPUTS).logits, want)
+
+
+# -- finer dtypes -----------------------------------------------------------------------------------
+def test_a_finer_dtype_reads_the_adapters_again(family: Family) -> None:
+    """Factors that were rounded to the base's bfloat16 are not what the adapter holds once the base is float32."""
+    base = copy.deepcopy(family.base).bfloat16()
+    model = MultiLoRAModel.from_pretrained(copy.deepcopy(base), {n: str(family.paths[n]) for n in ("a", "b")})
+    logits(model, INPUTS, NAMES)
+    slots = model._multilora.sites["model.layers.0.self_attn.q_proj"][1]
+    rounded = slots.a.clone()
+    check(family, model.float(), base.float())
+    assert (slots.a - rounded.float()).abs().max() > 1e-4, "rounded factors must differ from those on disk"
+
+
+def test_a_dtype_that_cannot_hold_an_adapter_is_an_error(family: Family, tmp_path: Path) -> None:
+    """float16 would turn factors into Inf: an error that names the module at the next call, and the base goes on."""
+    shutil.copytree(family.paths["a"], tmp_path / "huge")
+    file = tmp_path / "huge" / "adapter_model.safetensors"
+    save_file({k: v * 1e6 for k, v in load_file(file).items()}, file)
+    model = MultiLoRAModel.from_pretrained(copy.deepcopy(family.base), {"huge": str(tmp_path / "huge")})
+    assert logits(model, INPUTS, ["huge"] * 3).isfinite().all()
+    model.half()
+    with pytest.raises(AdapterError, match=r"_proj.*finite in torch\.float16"):
+        logits(model, INPUTS, ["huge", None, None])
+    assert logits(model, INPUTS, [None] * 3).isfinite().all()
