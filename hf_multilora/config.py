@@ -21,8 +21,8 @@ class MultiLoRAConfig:
         max_lora_rank: upper bound per adapter and module; an adapter above it is refused. With it the pool has
             `max_loras * max_lora_rank` rank rows per module from the start and never grows.
         lora_dtype: "auto" follows each base module; or a torch dtype or its name.
-        target_modules: narrows what may be adapted, as in PEFT: names (suffixes) or one regex. An adapter that trained
-            another module is refused.
+        target_modules: narrows what may be adapted, as in PEFT: names (suffixes), one regex, or "all-linear" (all but
+            the output head). An adapter that trained another module is refused.
         fully_sharded_loras: split the rank dimension over tensor-parallel ranks.
         backend: "auto" or "torch".
 

@@ -62,11 +62,20 @@ class Runtime(Residency):
         """What the reader of adapters must know of this base and its settings."""
         return {
             "max_rank": self.config.max_lora_rank,
-            "target_modules": self.config.target_modules,
+            "target_modules": self._targets(),
             "aliases": self.facts.aliases_in(name for name, _ in self.model.named_modules()),
             "renames": self.renames,
             "base_prefix": getattr(self.model, "base_model_prefix", ""),
         }
+
+    def _targets(self) -> Sequence[str] | str | None:
+        """The setting, with PEFT's "all-linear" as the linears of this base except its output head."""
+        if self.config.target_modules != "all-linear":
+            return self.config.target_modules
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        linears = [name for name, shape in self.census().items() if shape.kind == "linear"]
+        return [name for name in linears if head is None or model.get_submodule(name) is not head]
 
     # -- adapters --------------------------------------------------------------------------------------------
     def register(self, name: str, adapter: Adapter, reader: Reader | None, *, replace: bool) -> None:

@@ -251,3 +251,28 @@ def test_a_shallow_copy_finds_no_adapters_after_unpatch(family: Family) -> None:
         logits(other, INPUTS, NAMES)
     with torch.no_grad():
         assert torch.equal(other(input_ids=INPUTS).logits, family.base(input_ids=INPUTS).logits)
+
+
+# -- narrowing --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("targets", "served"),
+    [
+        (["q_proj", "o_proj"], {"q": True, "head": False, "mlp": False}),
+        (r".*layers\.\d+\.mlp\..*", {"q": False, "head": False, "mlp": True}),
+        ("all-linear", {"q": True, "head": False, "mlp": True}),
+        (None, {"q": True, "head": True, "mlp": True}),
+    ],
+)
+def test_target_modules_narrow_what_is_served(tmp_path: Path, targets: Any, served: dict[str, bool]) -> None:
+    """An adapter that trained more than the deployment allows is refused as a whole, never served in part."""
+    torch.manual_seed(0)
+    own = Family(llama(), tmp_path, {"q": {"targets": ["q_proj"]}, "head": {"targets": ["lm_head", "q_proj"]},
+                                     "mlp": {"targets": ["up_proj"]}})  # fmt: skip
+    model = MultiLoRAModel.from_pretrained(copy.deepcopy(own.base), target_modules=targets)
+    for name, right in served.items():
+        if right:
+            model.load_adapter(str(own.paths[name]), name)
+            assert_rows(logits(model, INPUTS, [name, None, name]), own.truth(INPUTS, [name, None, name]))
+        else:
+            with pytest.raises(AdapterError, match="target_modules"):
+                model.load_adapter(str(own.paths[name]), name)
