@@ -76,6 +76,18 @@ def test_a_corrupt_slot_is_found_and_named(model):
     assert model.verify("b"), "the other adapter's rows are whole"
 
 
+def test_inputs_without_rows(model):
+    with pytest.raises(ValueError, match=r"tensors with rows in front.*got \['x'\]"):
+        model.verify("a", {"x": 1})
+
+
+def test_half_precision_of_a_right_adapter(model):
+    """Rounding stays within the tolerance of the dtype, and the effect of the adapter is far outside it."""
+    for dtype in (torch.bfloat16, torch.float16):
+        report = model.to(dtype).verify("b")
+        assert report and 1e-4 < report.difference < report.tolerance < report.effect / 2, report
+
+
 def test_inputs_of_the_user(model):
     ids = torch.arange(18).reshape(3, 6)
     assert verify(model, "b", {"input_ids": ids})
