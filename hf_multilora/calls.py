@@ -31,6 +31,9 @@ def forward(
         return run(*args, **kwargs)
     if getattr(model, "_is_replica", False):
         raise RoutingError("DataParallel shares one routing between threads; use one process per GPU, or one GPU")
+    for typo in ("adapter_name", "adapter_id"):  # **kwargs of a forward would swallow it, and the rows get the base
+        if typo in kwargs and typo not in runtime.parameters:
+            raise TypeError(f"{typo!r} must be spelled {typo + 's'!r}: a list with one entry per row")
     with runtime.lock:
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:

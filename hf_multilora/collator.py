@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .catalogue import Catalogue
+from .catalogue import Catalogue, UnknownAdapterError
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -38,14 +38,20 @@ class MultiLoRACollator:
     """
 
     def __init__(self, tokenizer: Any, model: Any, **tokenize_kwargs: Any) -> None:
+        runtime = getattr(model, "_multilora", None)
+        if runtime is None:
+            raise TypeError(
+                f"MultiLoRACollator(tokenizer, model): model must be a MultiLoRAModel, got {type(model).__name__}"
+            )
         self.tokenizer = tokenizer
-        self.catalogue: Catalogue = model._multilora.store.catalogue.names_only()
+        self.catalogue: Catalogue = runtime.store.catalogue.names_only()
         self.tokenize_kwargs = tokenize_kwargs
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        ids = [self._id(row) for row in rows]
         tokens = [self._tokens(row) for row in rows]
         batch = Batch(self.tokenizer.pad(tokens, return_tensors="pt"))
-        batch["adapter_ids"] = torch.tensor([self._id(row) for row in rows], dtype=torch.int64)
+        batch["adapter_ids"] = torch.tensor(ids, dtype=torch.int64)
         labels = [row.get("labels", row.get("label")) for row in rows]
         if any(label is not None for label in labels):
             batch["labels"] = self._labels(labels, [len(row["input_ids"]) for row in tokens])
@@ -58,7 +64,10 @@ class MultiLoRACollator:
                 f"{sorted(row)}; with Trainer pass remove_unused_columns=False, which keeps these fields"
             )
         if "adapter" in row:
-            return self.catalogue.ids_of([row["adapter"]])[0]
+            try:
+                return self.catalogue.ids_of([row["adapter"]])[0]
+            except UnknownAdapterError as error:
+                raise UnknownAdapterError(f"{error}; this collator knows the names from when it was made") from None
         value = row["adapter_ids"]
         adapter_id = value.item() if isinstance(value, torch.Tensor) else value
         if isinstance(adapter_id, bool) or not hasattr(adapter_id, "__index__"):

@@ -31,6 +31,11 @@ class MultiLoRAModel:
 
     _multilora: Runtime
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if type(self) is MultiLoRAModel:
+            raise TypeError("a MultiLoRAModel is made by MultiLoRAModel.from_pretrained(base, adapters)")
+        super().__init__(*args, **kwargs)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -53,12 +58,20 @@ class MultiLoRAModel:
             base: a folder or Hub id, a loaded PreTrainedModel (changed in place), or a PeftModel, whose own adapters
                 are taken over (it is unloaded: use the result from then on).
             adapters: folders or Hub ids, named by their last path part, or {name: folder or Hub id}.
+            max_loras: adapters on the device at once, so also distinct adapters in a batch that runs in one pass.
+            max_cpu_loras: adapters kept in host memory, at least max_loras; None: what fits in a quarter of the free.
+            max_lora_rank: upper bound per adapter; with it the pools have their full size from the start.
+            lora_dtype: dtype of A and B; "auto": that of each base module.
+            target_modules: narrows what adapters may have trained: names, a regex, or "all-linear".
+            fully_sharded_loras: for tensor-parallel bases, which are not supported yet: must be False.
+            backend: "auto" or "torch".
             auto_class: Transformers class (or its name) for the base; None: from the adapters' task_type, else the
                 config's architecture.
             transformers_kwargs: all else goes to Transformers' `from_pretrained`.
 
-        The other settings are those of MultiLoRAConfig. Raises AdapterError for an adapter that cannot be served as it
-        is, ValueError for settings; a loaded base is then as it was.
+        Returns the model: an instance of MultiLoRAModel and of the base's own class. Raises AdapterError for an adapter
+        that cannot be served as it is, FileNotFoundError for a missing one, ValueError for settings; a loaded base is
+        then as it was.
         """
         from .loading import load
 
@@ -83,7 +96,10 @@ class MultiLoRAModel:
 
     @contextmanager
     def adapters(self, adapter_names: Sequence[str | None]) -> Iterator[None]:
-        """Route the rows of every call of the model inside the block, whoever makes it. Other threads wait."""
+        """Route the rows of every call of the model inside the block, whoever makes it.
+
+        Other threads' calls wait for the end of the block: to stream from a thread, pass adapter_names to its generate.
+        """
         runtime = self._multilora
         ids = runtime.resolve(adapter_names, None)
         if ids is None:
@@ -104,8 +120,9 @@ class MultiLoRAModel:
         """Read a PEFT checkpoint and register it; returns its name (None: the last part of the path).
 
         load_inplace: replace the weights of the adapter registered under that name; its id stays, what was cached under
-        the old content must not be used again. Raises AdapterError, ValueError for a name that is taken,
-        AdapterInUseError where a call uses it; the model then answers as before.
+        the old content must not be used again. Raises AdapterError, FileNotFoundError, ValueError for a name that is
+        taken, UnknownAdapterError for one to replace that is not registered, AdapterInUseError where a call uses it;
+        the model then answers as before.
         """
         from .loading import last_part
 
@@ -115,6 +132,8 @@ class MultiLoRAModel:
         known = name in runtime.store.catalogue
         if known and not load_inplace:
             runtime.store.refuse_taken(name)
+        if load_inplace:
+            runtime.store.catalogue.entry(name)
         if pinned:
             runtime.store.refuse_pin(name)
         runtime.register(name, reader(), reader, replace=known)
@@ -134,6 +153,7 @@ class MultiLoRAModel:
         self._multilora.store.pin(adapter_name)
 
     def unpin_adapter(self, adapter_name: str) -> None:
+        """Let an adapter be evicted again."""
         self._multilora.store.unpin(adapter_name)
 
     def set_adapter(self, adapter_name: str | None) -> None:
@@ -141,7 +161,9 @@ class MultiLoRAModel:
         self._multilora.set_default(adapter_name)
 
     def list_adapters(self) -> list[dict[str, Any]]:
-        """One row per adapter: name, id, source, base_model, digest, max_rank, modules, bytes, tiers, pinned."""
+        """One row per adapter: name, id, source, base_model, digest, max_rank, modules (how many), bytes, on_device,
+        in_host_memory, pinned, default.
+        """
         from .reports import list_adapters
 
         return list_adapters(self._multilora)
@@ -166,11 +188,13 @@ class MultiLoRAModel:
 
     # -- Transformers' own verbs for adapters ----------------------------------------------------------------
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: adapters are loaded, not trained."""
         raise NotImplementedError(
             "adapters are read from checkpoints here: train with PEFT, then load_adapter(path, name)"
         )
 
     def enable_adapters(self) -> None:
+        """Not here: there is no one set of active adapters."""
         raise NotImplementedError(
             "name the adapter: pass adapter_names to the call, or set_adapter(name) for all calls"
         )
@@ -186,6 +210,7 @@ class MultiLoRAModel:
 
     @property
     def active_adapter(self) -> list[str]:
+        """`active_adapters()`, as Transformers has it."""
         return self.active_adapters()
 
     # -- nn.Module and PreTrainedModel -----------------------------------------------------------------------
@@ -200,14 +225,17 @@ class MultiLoRAModel:
         return state if kwargs.get("keep_vars") else self._multilora.without_buffers(state)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""
         self._multilora.give_up_embeddings("resize_token_embeddings")
         return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
 
     def set_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""
         self._multilora.give_up_embeddings("set_input_embeddings")
         return super().set_input_embeddings(*args, **kwargs)  # type: ignore[misc]
 
     def set_output_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""
         self._multilora.give_up_embeddings("set_output_embeddings")
         return super().set_output_embeddings(*args, **kwargs)  # type: ignore[misc]
 

@@ -97,6 +97,8 @@ class Runtime(Residency):
 
     def set_default(self, name: str | None) -> None:
         """What rows get when a call names none; the adapter stays in its slot while it is the default."""
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"set_adapter takes one name, or None for the base, got {name!r}")
         with self.lock:
             self.rest()
             entry = None if name is None else self.store.catalogue.entry(name)

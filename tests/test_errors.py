@@ -10,6 +10,7 @@ import torch
 from hf_multilora import (
     AdapterError,
     CapacityError,
+    MultiLoRACollator,
     MultiLoRAModel,
     RoutingError,
     UnknownAdapterError,
@@ -188,3 +189,22 @@ def test_a_pin_too_many(family: Any) -> None:
     model.unpin_adapter("b")
     got = model.generate(**INPUTS, adapter_names=["c"] * 4, max_new_tokens=NEW)[:, 7:]
     assert all(right_rows(got, family("llama").truth(["c"] * 4, INPUTS, max_new_tokens=NEW)))
+
+
+# -- slips of the pen -------------------------------------------------------------------------------
+def test_slips(served: Any) -> None:
+    """What a `**kwargs` would swallow, or an attribute error would hide, is a clear error."""
+    family, model = served("llama")
+    for typo in ("adapter_name", "adapter_id"):
+        with pytest.raises(TypeError, match=f"'{typo}' must be spelled '{typo}s'"):
+            model(**INPUTS, **{typo: NAMES})
+    with pytest.raises(TypeError, match="set_adapter takes one name"):
+        model.set_adapter(["a", "b"])
+    with pytest.raises(UnknownAdapterError, match="no adapter is named 'late'"):
+        model.load_adapter("anywhere", "late", load_inplace=True)
+    with pytest.raises(TypeError, match=r"made by MultiLoRAModel\.from_pretrained"):
+        MultiLoRAModel(family.base)
+    with pytest.raises(TypeError, match="model must be a MultiLoRAModel, got LlamaForCausalLM"):
+        MultiLoRACollator(None, family.base)
+    with pytest.raises(UnknownAdapterError, match="this collator knows the names from when it was made"):
+        MultiLoRACollator(None, model)([{"input_ids": [1], "adapter": "late"}])
