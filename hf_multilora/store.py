@@ -218,6 +218,7 @@ class AdapterStore:
                     f"changed; load_adapter(..., {entry.name!r}, load_inplace=True) takes the new ones"
                 )
             entry.host = self.device.pack(adapter)
+            entry.nbytes = entry.host.nbytes  # the base's dtype may have changed since
         if entry.id not in self.hosted:
             self.hosted_bytes += entry.nbytes
         self.hosted[entry.id] = None
@@ -250,8 +251,7 @@ class AdapterStore:
                 if entry.host is None or entry.reader is None or entry.in_flight or not outdated(entry.host):
                     continue
                 self._free_slot(entry)
-                entry.host = None
-                self.hosted.pop(entry.id, None)
+                self._drop_host(entry)
 
     def _over(self) -> bool:
         if self.max_cpu_loras is not None:

@@ -228,6 +228,8 @@ def test_a_finer_dtype_reads_the_adapters_again(family: Family) -> None:
     rounded = slots.a.clone()
     check(family, model.float(), base.float())
     assert (slots.a - rounded.float()).abs().max() > 1e-4, "rounded factors must differ from those on disk"
+    store = model._multilora.store
+    assert store.hosted_bytes == sum(entry.host.nbytes for entry in store.catalogue) == model.memory_report().host_bytes
 
 
 def test_a_dtype_that_cannot_hold_an_adapter_is_an_error(family: Family, tmp_path: Path) -> None:
