@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -76,11 +77,16 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if any(name.startswith(prefix) for prefix in wrapped):
             continue
-        if hasattr(module, "get_base_layer") and hasattr(module, "base_layer"):
+        if is_tuner(module):
             wrapped.append(name + ".")
             module = module.get_base_layer()
         if name:
             yield name, module
+
+
+def is_tuner(module: Any) -> bool:
+    """Whether the module is a layer that PEFT has wrapped around one of the base's."""
+    return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
 def _inside_experts(name: str) -> bool:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .census import is_tuner
 from .config import MultiLoRAConfig
 from .entry import EntryHook, remove_entry_hooks
 from .formats import adapter_from_tensors
@@ -149,11 +150,6 @@ def patch(model: Any, config: MultiLoRAConfig) -> None:
     model.__dict__["_multilora"] = runtime
     own: Any = type(model)
     model.__class__ = mix_model(own)
-
-
-def is_tuner(module: Any) -> bool:
-    """Whether the module is a layer that PEFT has wrapped around one of the base's."""
-    return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
 def entry_points(model: Any) -> dict[str, Any]:

@@ -81,9 +81,8 @@ def check_generate(arguments: Mapping[str, Any], configs: Sequence[Any], reason:
     pad = setting("pad_token_id", arguments, configs)
     eos = setting("eos_token_id", arguments, configs)
     beams = (setting("num_beams", arguments, configs) or 1) > 1
-    if eos is not None and (
-        pad is None or (beams and not pad)
-    ):  # beam search takes pad 0 for none: as Transformers does
+    missing = pad is None or (beams and not pad)  # beam search takes pad 0 for none, as Transformers does
+    if eos is not None and missing:
         pad = torch.as_tensor(eos).flatten()[0]
     return 0 if pad is None else int(pad)  # without either, all rows end together
 

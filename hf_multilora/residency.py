@@ -26,7 +26,7 @@ HOST_SHARE = 0.25  # of the memory that is free at the start, for host copies of
 
 
 class Residency:
-    """sites: path of an adapted module -> the module and its rank rows. unmixable: whose rows are not batch rows."""
+    """sites: path of an adapted module -> the module and its rank rows."""
 
     def __init__(self, model: nn.Module, config: MultiLoRAConfig, facts: Facts) -> None:
         self.model = model
@@ -36,7 +36,6 @@ class Residency:
         self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
         self.sites: dict[str, tuple[nn.Module, ModuleSlots]] = {}
         self.parents: dict[str, tuple[nn.Module, str]] = {}  # of the adapted modules: parent, own name
-        self.unmixable: set[str] = set()
         self._layouts: dict[Any, Layout] = {}
         self._stale = False
 
@@ -75,8 +74,6 @@ class Residency:
             )  # fmt: skip
             slots.fixed_dtype = self.config.dtype
             wrap(module, shape.kind, slots)
-            if not shape.mixable:
-                self.unmixable.add(name)
             self.sites[name] = (module, slots)
             parent, _, own = name.rpartition(".")
             self.parents[name] = (self.model.get_submodule(parent), own)
@@ -126,12 +123,11 @@ class Residency:
         return getattr(self.model, "dtype", torch.float32)
 
     def without_buffers(self, state: Any) -> Any:
-        """Replace tensors of a state dict that lie in a buffer with A by copies; shared ones stay shared."""
+        """Replace tensors of a state dict that lie in a buffer with A by copies."""
         laid = {s.buffer.untyped_storage().data_ptr() for _, s in self.sites.values() if s.buffer is not None}
-        copies: dict[int, Tensor] = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in laid:
-                state[key] = copies.setdefault(value.data_ptr(), value.clone())
+                state[key] = value.clone()
         return state
 
     # -- the store's device ----------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class Runtime(Residency):
         """How many distinct adapters fit in one pass of a call with these ids, and whether its rows can mix at all."""
         wanted = set(ids) - {0}
         trained = {name for i in wanted for name in self.store.catalogue.by_id(i).ranks}
-        return self.store.room(wanted), not (trained & self.unmixable)
+        return self.store.room(wanted), all(self.sites[name][1].mixable for name in trained)
 
     def seat(self, ids: Sequence[int]) -> dict[int, int]:
         """`store.acquire`, then new layouts, also after an error: adapters in force may have been moved before it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def _groups(order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> Iterator[tuple[int, int, int, int]]:
+def groups(order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> Iterator[tuple[int, int, int, int]]:
     """(first sorted row, last + 1, first rank row, r) of every slot that has both rows and rank."""
     edges = offsets.tolist()
     for slot, (start, r) in enumerate(zip(starts.tolist(), ranks.tolist(), strict=True)):
@@ -32,7 +32,7 @@ def shrink(
 ) -> Tensor:
     """h[i, t, :r] = A_s x[order[i], t]; see `ops.lora_shrink`."""
     h = x.new_zeros((x.shape[0], x.shape[1], max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
-    for low, high, start, r in _groups(order, offsets, starts, ranks):
+    for low, high, start, r in groups(order, offsets, starts, ranks):
         rows = x[_pick(order[low:high])]  # [rows, T, K]
         h[low:high, :, :r] = torch.matmul(rows.to(h.dtype), a[start : start + r].to(h.dtype).t())
     return h
@@ -41,7 +41,7 @@ def shrink(
 def expand(y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> Tensor:
     """out[order[i], t] = y[order[i], t] + B_s^T h[i, t, :r]; see `ops.lora_expand`."""
     out = y.clone(memory_format=torch.contiguous_format)
-    for low, high, start, r in _groups(order, offsets, starts, ranks):
+    for low, high, start, r in groups(order, offsets, starts, ranks):
         rows, own = _pick(order[low:high]), b[start : start + r].to(h.dtype)  # [r, N]
         some = h[low:high, :, :r]  # [rows, T, r]
         if y.dtype != h.dtype:  # one rounding, of the sum in the wider dtype

@@ -1,9 +1,10 @@
 """The augmented weight: one buffer [W ; A] per linear, so that one matmul gives `W x` and every `A x`.
 
 `weight.data` becomes a view of the buffer's first N rows: the same Parameter, so tying, names and optimizers'
-references hold. Whoever replaces the data (`.to`, `load_state_dict(assign=True)`, an assignment) is noticed by the
-address, at the next call, and the weight is laid anew; a traced call cannot read addresses, so `settle` looks when a
-request opens. The buffer is no registered buffer, and `state_dict` exports clones.
+references hold. `prepare` lays weights when a request opens, and none moves while it is open: a traced or captured
+call keeps their addresses. Whoever replaces the data (`.to`, `load_state_dict(assign=True)`, an assignment) is noticed
+by the address: the call goes without the buffer until the next request lays the weight anew. The buffer is no
+registered buffer, and `state_dict` exports clones.
 
 `slots.laid` says that A lies in the buffer too. Where A went elsewhere (the pool grew), `laid` is False and the buffer
 is kept until the weight is laid anew or leaves it: while the weight lies in it, copies must not carry its other rows.
@@ -117,19 +118,13 @@ def prepare(module: nn.Module, slots: ModuleSlots) -> None:
 
 
 def ready(module: nn.Module, slots: ModuleSlots) -> bool:
-    """Whether this call may use the buffer; lays the weight when it has to be laid (anew).
+    """Whether this call may use the buffer, as `prepare` laid it. A weight that left it is laid at the next request.
 
     While gradients of the weight are wanted the buffer, which is no Parameter, is not used.
     """
     weight = module._parameters.get("weight")  # None: parametrized
-    if weight is None or (torch.is_grad_enabled() and weight.requires_grad):
+    if weight is None or (torch.is_grad_enabled() and weight.requires_grad) or not plain_call(module):
         return False
-    if torch.compiler.is_compiling():  # addresses cannot be read while tracing: the eager call before laid it
-        return slots.laid and plain_call(module)
-    if not plain_call(module):
-        return False
-    if not is_laid(module, slots):
-        if not can_lay(module, slots):
-            return False
-        lay(module, slots)  # type: ignore[arg-type]
-    return True
+    if torch.compiler.is_compiling():  # addresses cannot be read while tracing
+        return slots.laid
+    return is_laid(module, slots)

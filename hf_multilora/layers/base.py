@@ -1,4 +1,4 @@
-"""The mixin of adapted modules, and the walk that says what of a model can be adapted.
+"""The mixin of adapted modules, and the registry of its kinds.
 
 A module is adapted by giving it a class that mixes a `LoraLayer` into its own class: the object, its parameters, hooks,
 names and isinstance checks stay. `wrap` and `unwrap` do it and undo it.

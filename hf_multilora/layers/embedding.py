@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.torch_backend import expand_gated
+from ..kernels.torch_backend import expand_gated, groups
 from .base import LoraLayer
 from .slots import BASE_ONLY, GATED_TOKENS, ONE, ModuleSlots
 
@@ -38,14 +38,10 @@ class LoraEmbedding(LoraLayer, kind="embedding"):
             h = slots.a_used.index_select(1, rows.flatten()).t().reshape(*rows.shape, -1)  # [R, T, w]
             delta = expand_gated(delta, h, slots.b_used, closed)
         else:
-            order, offsets, starts, ranks = slots.tables()
-            edges = offsets.tolist()
-            for slot, (start, rank) in enumerate(zip(starts.tolist(), ranks.tolist(), strict=True)):
-                mine = order[edges[slot] : edges[slot + 1]]
-                if rank and mine.numel():
-                    own = slice(start, start + rank)
-                    some = _look_up(slots.a[own], rows.index_select(0, mine), slots.b[own])
-                    delta.index_copy_(0, mine.long(), some.to(delta.dtype))  # autocast
+            for low, high, start, rank in groups(*slots.tables()):
+                mine, own = slots.routing.order[low:high], slice(start, start + rank)
+                some = _look_up(slots.a[own], rows.index_select(0, mine), slots.b[own])
+                delta.index_copy_(0, mine.long(), some.to(delta.dtype))  # autocast
         return y + (delta.reshape(y.shape) * scale).to(y.dtype)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_multilora.layers import ModuleSlots, wrap
+from hf_multilora.layers.augmented import prepare
 from hf_multilora.pool import BASE, Layout
 from hf_multilora.routing import Request, Routing
 
@@ -38,6 +39,7 @@ class Bed:
         wrap(module, kind, self.slots)
 
     def __call__(self, x: Tensor, rows: list[int] | None = None) -> Any:
+        prepare(self.module, self.slots)  # as Runtime.request does
         self.routing.push(Request(tuple(ROWS if rows is None else rows)))
         try:
             return self.module(x)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hf_multilora import RoutingError
+from hf_multilora import RoutingError, layers
 from hf_multilora.layers.augmented import is_laid
 from hf_multilora.pool import BASE
 from tests.layers.bed import ROWS, Bed, K, N, check, linear
@@ -19,13 +19,14 @@ SHAPES = [(4, 1, K), (4, 5, K), (4, K), (4, 2, 2, K), (4, 30, K)]  # the last is
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_linear(bias: bool, shape: tuple[int, ...]) -> None:
-    module = linear(bias)
+def test_linear(bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, gated, plain = linear(bias), [], layers.linear.expand_gated
+    monkeypatch.setattr(layers.linear, "expand_gated", lambda *args: (gated.append(1), plain(*args))[1])
     x = torch.randn(shape)
     base = module(x)
     bed = Bed(module)
     check(bed, x, base)
-    assert is_laid(module, bed.slots) == (x[0].numel() // K * 4 <= 32), "the augmented path is what this tests"
+    assert is_laid(module, bed.slots) and bool(gated) == (x[0].numel() // K * 4 <= 32), "both paths are tested here"
     assert torch.equal(module.weight, bed.weight)
     torch.testing.assert_close(bed(x)[1], base[1])
 
