@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class MultiLoRAConfig:
         target_modules: narrows what may be adapted, as in PEFT: names (suffixes), one regex, or "all-linear" (all but
             the output head). An adapter that trained another module is refused.
         fully_sharded_loras: split the rank dimension over tensor-parallel ranks.
-        backend: "auto" or "torch".
+        backend: what computes the deltas: "triton" (on CUDA devices), "torch", or "auto": Triton where it can.
+        deterministic: a row's delta does not depend on what else is in the batch, at the price of speed; needs Triton.
+            It covers the delta, not the base's own matmuls.
 
     Raises ValueError for values out of range.
     """
@@ -36,6 +38,7 @@ class MultiLoRAConfig:
     target_modules: Sequence[str] | str | None = None
     fully_sharded_loras: bool = False
     backend: str = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_loras", "max_cpu_loras", "max_lora_rank"):
@@ -51,6 +54,8 @@ class MultiLoRAConfig:
             )
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+        if self.deterministic and self.backend == "torch":
+            raise ValueError("deterministic=True needs the Triton kernels, got backend='torch'; leave one of them out")
         if self.fully_sharded_loras:
             raise ValueError("fully_sharded_loras=True needs a tensor-parallel base, which is not supported yet")
         self.dtype  # noqa: B018 (validates the name)

@@ -6,6 +6,8 @@ consecutive rows of both: no padding to a maximum rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
 BASE = -1  # the slot of a row without adapter
@@ -60,41 +62,89 @@ class RankRows:
         return moves
 
 
-def bucket(rows: int, capacity: int) -> int:
+def bucket(rows: int, capacity: int | None = None) -> int:
     """The prefix of the pool that kernels cover: `rows` rounded up to 16, 32, 64, ... and at most `capacity`."""
     width = BUCKET
     while width < rows:
         width *= 2
-    return min(width, capacity)
+    return width if capacity is None else min(width, capacity)
+
+
+def pool_rows(ranks: Iterable[int], max_loras: int, max_lora_rank: int | None) -> int:
+    """Rank rows of one module's pool: `max_lora_rank` in each slot, without it the `max_loras` largest of the ranks.
+
+    ranks: those of all adapters in this module, 0 where one does not train it.
+    """
+    if max_lora_rank is not None:
+        return max_loras * max_lora_rank
+    return sum(sorted(ranks, reverse=True)[:max_loras])
+
+
+class RowTables:
+    """The rows of a call on one device, in one int32 buffer, so that they are written by one copy.
+
+    row_slots [R]        slot of each row, or BASE
+    order     [R]        rows sorted by slot, base rows last
+    offsets   [slots+1]  the rows of slot s are order[offsets[s]:offsets[s + 1]]
+    """
+
+    def __init__(self, rows: int, slots: int, device: torch.device) -> None:
+        self.data = torch.zeros(2 * rows + slots + 1, dtype=torch.int32, device=device)
+        self.row_slots, self.order, self.offsets = self.data.split([rows, rows, slots + 1])
 
 
 class Layout:
     """Where every slot's rank rows lie; shared by all modules whose pools look the same, so written once for them all.
 
-    owner  int32 [P]     slot that owns the rank row, or FREE
-    starts int32 [slots] first rank row of the slot
-    ranks  int32 [slots] rank of the slot in these modules, 0 where it has none
-    closed bool  [R, P]  True where the rank row is not the batch row's: set by `write`, at one address while R stays
+    owner  int32 [P]        slot that owns the rank row, or FREE
+    starts int32 [1, slots] first rank row of the slot
+    ranks  int32 [1, slots] rank of the slot in these modules, 0 where it has none
+    closed bool  [R, P]     True where the rank row is not the batch row's: set by `write`
+    no_rows      [0, r]     its shape tells traced code an upper bound of the ranks
+    table                   the rows of the call in force, on this device
+    Tables keep their addresses while the layout is in use: `take` writes new spans into them.
     """
 
-    def __init__(self, spans: tuple[tuple[int, int, int], ...], width: int, slots: int, device: torch.device) -> None:
-        owner = torch.full((width,), FREE, dtype=torch.int32)
-        starts, ranks = torch.zeros(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
-        for slot, start, r in spans:
-            owner[start : start + r] = slot
-            starts[slot], ranks[slot] = start, r
-        self.spans = {slot: (start, r) for slot, start, r in spans}
-        self.width = width
-        self.max_rank = max((r for _, _, r in spans), default=0)
-        self.device = device
-        self.owner, self.starts, self.ranks = owner.to(device), starts.to(device), ranks.to(device)
+    def __init__(self, width: int, bound: int, slots: int, device: torch.device) -> None:
+        self.width, self.bound, self.device = width, bound, device
+        self.tables = torch.zeros(width + 2 * slots, dtype=torch.int32, device=device)
+        self.owner, starts, ranks = self.tables.split([width, slots, slots])
+        self.starts, self.ranks = starts.view(1, slots), ranks.view(1, slots)
+        self.spans: dict[int, tuple[int, int]] = {}
         self.closed = torch.ones(0, width, dtype=torch.bool, device=device)
+        self.no_rows = torch.empty(0, bound)
+        self.table: RowTables | None = None
+        self.single: dict[int, RowTables] = {}
         self.live = False
 
-    def write(self, row_slots: torch.Tensor, present: frozenset[int]) -> None:
-        """row_slots int32 [R] on the host or the device; `present`: the slots that occur in it."""
+    def take(self, spans: Mapping[int, tuple[int, int]]) -> None:
+        """Slot -> (first rank row, r), written by one copy."""
+        if self.spans == spans:
+            return
+        host = torch.zeros(self.tables.shape, dtype=torch.int32)
+        host[: self.width] = FREE
+        slots = self.starts.shape[1]
+        for slot, (start, r) in spans.items():
+            host[start : start + r] = slot
+            host[self.width + slot], host[self.width + slots + slot] = start, r
+        self.tables.copy_(host)
+        self.spans = dict(spans)
+
+    def write(self, table: RowTables, present: frozenset[int]) -> None:
+        """The rows in force; `present`: the slots that occur in them."""
+        self.table = table
         self.live = not present.isdisjoint(self.spans)
-        row_slots = row_slots.to(self.device)
-        if self.closed.shape[0] != row_slots.shape[0]:
-            self.closed = torch.empty(row_slots.shape[0], self.width, dtype=torch.bool, device=self.device)
-        torch.ne(self.owner, row_slots[:, None], out=self.closed)
+        rows = table.row_slots.shape[0]
+        if self.closed.shape[0] != rows:
+            self.closed = torch.empty(rows, self.width, dtype=torch.bool, device=self.device)
+        torch.ne(self.owner, table.row_slots[:, None], out=self.closed)
+
+    def alone(self, slot: int) -> RowTables:
+        """Tables for one row that has this slot, made once."""
+        if slot not in self.single:
+            host = RowTables(1, self.starts.shape[1], torch.device("cpu"))
+            host.row_slots[0] = slot
+            host.offsets[slot + 1 :] = 1
+            self.single[slot] = RowTables(1, self.starts.shape[1], self.device)
+            self.single[slot].data.copy_(host.data)
+        return self.single[slot]

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from .catalogue import HostAdapter
 from .census import take_census
 from .config import MultiLoRAConfig
 from .formats import Adapter, AdapterError, ModuleShape
+from .kernels.backends import choose
 from .layers import ModuleSlots, unwrap, wrap
 from .layers.augmented import prepare
 from .layers.slots import home_of
@@ -22,6 +24,7 @@ from .pool import Layout
 from .routing import Routing
 from .store import AdapterStore
 
+logger = logging.get_logger(__name__)
 HOST_SHARE = 0.25  # of the memory that is free at the start, for host copies of adapters
 
 
@@ -36,11 +39,10 @@ class Residency:
         self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
         self.sites: dict[str, tuple[nn.Module, ModuleSlots]] = {}
         self.parents: dict[str, tuple[nn.Module, str]] = {}  # of the adapted modules: parent, own name
-        self._layouts: dict[Any, Layout] = {}
         self._stale = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_layouts": {}, "_stale": True}
+        return self.__dict__ | {"_stale": True}
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)
@@ -89,6 +91,12 @@ class Residency:
             prepare(module, site)
             if not self._in_place(name) and not site.rows.spans.keys().isdisjoint(slots):
                 raise self._replaced(name)
+        if self.routing.captured_at not in (None, self.routing.moves):
+            self.routing.captured_at = None
+            logger.warning(
+                "adapters were moved in memory or pools grew since a CUDA graph was captured on this model: capture it "
+                "again. With max_lora_rank given, pools have their full size from the start"
+            )
 
     def require_in_place(self, names: Collection[str]) -> None:
         """Raises RuntimeError where one of these adapted modules was replaced."""
@@ -180,18 +188,30 @@ class Residency:
             slots.clear(slot)
 
     def refresh(self) -> None:
-        """After slots changed: give every module the layout it shares with the modules whose pools look the same."""
+        """After slots changed: give every module the layout it shares with the modules whose pools look the same, and
+        its backend. A layout stays with its modules, so that captured graphs find it."""
         if not self._stale:
             return
-        table: dict[Any, Layout] = {}
+        groups: dict[Any, list[ModuleSlots]] = {}
+        layouts: list[Layout] = []
         with torch.inference_mode(False):
             for _, slots in self.sites.values():
                 key = slots.layout_key()
-                if key is not None and key not in table:
-                    table[key] = self._layouts.get(key) or Layout(key[0], key[1], self.config.max_loras, key[2])
-                slots.settle(None if key is None else table[key])
-        self._layouts = table
-        self.routing.relayout(list(table.values()))
+                if key is None:
+                    slots.settle(None)
+                    continue
+                slots.backend = choose(self.config.backend, self.config.deterministic, slots.a.device, slots.a.dtype)
+                groups.setdefault(key, []).append(slots)
+            for (spans, width, bound, device), members in groups.items():
+                layout = members[0].layout
+                fits = layout is not None and (layout.width, layout.device) == (width, device) and layout.bound >= bound
+                if layout is None or not fits or any(layout is other for other in layouts):
+                    layout = Layout(width, bound, self.config.max_loras, device)
+                layout.take(dict(spans))
+                layouts.append(layout)
+                for slots in members:
+                    slots.settle(layout)
+        self.routing.relayout(layouts)
         self._stale = False
 
     def moved(self) -> None:

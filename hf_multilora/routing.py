@@ -3,8 +3,8 @@
 One `Routing` object is shared by reference by the model and all its adapted layers. A request (a `generate`, a
 `forward`, an `adapters()` block) opens it with one slot per request row; each entry point of the model (the model
 itself, an encoder, a decoder) then states how many rows and tokens really arrive, and the request's rows are repeated
-to match. Layers only read. Everything a kernel needs is written once per change of (rows, slots), at addresses that
-stay while the number of rows stays.
+to match. Layers only read. Everything a kernel needs is written once per change of (rows, slots), one copy per device,
+at addresses that belong to the number of rows: a captured graph finds them again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .pool import BASE, Layout
+from .pool import BASE, Layout, RowTables
 
 
 class RoutingError(RuntimeError):
@@ -49,22 +49,28 @@ class Routing:
     tokens  int | None  T, tokens per row where the entry point has them
     active  bool        some row has an adapter
     uniform int | None  the slot that all rows share, if they do: then any shape of input is attributed
-    order   int32 [R]   rows sorted by slot, base rows last
-    offsets int32 [slots + 1]  the rows of slot s are order[offsets[s]:offsets[s + 1]]
+    host    RowTables   the rows in force; every layout has those of its device
+    capturing bool      a CUDA graph is being captured: what is done must hold for every mix
+    moves   int         how often a module's factors or layout got another address or width, which graphs hold
+    captured_at         `moves` when a graph was captured
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.layouts: list[Layout] = []
+        self.on_cuda = False
         self.standing = BASE
         self.stack: list[Request] = []
         self.open = False  # whether there is one: an attribute, as traced code must read it
         self.rows = 0
         self.tokens: int | None = None
         self.ragged = False
+        self.capturing = False
+        self.moves = 0
+        self.captured_at: int | None = None
+        self.tables: dict[tuple[torch.device, int], RowTables] = {}
         with torch.inference_mode(False):  # tensors born in inference mode could never be written outside it
-            self.order = torch.zeros(0, dtype=torch.int32)
-            self.offsets = torch.zeros(slots + 1, dtype=torch.int32)
+            self.host = RowTables(0, slots, torch.device("cpu"))
         self._written: tuple[int, ...] | None = None
         self._settle()
 
@@ -72,7 +78,7 @@ class Routing:
         """State between requests: the standing adapter for everything, or the base."""
         self.active = self.standing != BASE
         self.uniform: int | None = self.standing if self.active else None
-        self.rows, self.tokens, self.ragged = 0, None, False
+        self.rows, self.tokens, self.ragged, self.capturing = 0, None, False, False
 
     def stand(self, slot: int) -> None:
         """What calls that name no adapter get: a slot, or BASE."""
@@ -121,6 +127,7 @@ class Routing:
     def relayout(self, layouts: list[Layout]) -> None:
         """Slots moved: take the new layouts and write the rows in force into them."""
         self.layouts = layouts
+        self.on_cuda = any(layout.device.type == "cuda" for layout in layouts)
         written, self._written = self._written, None  # what was written went to the old layouts
         if self.stack and written is not None:
             self._write(written)
@@ -142,6 +149,9 @@ class Routing:
                 )
             slots = request.slots if factor == 1 else tuple(s for s in request.slots for _ in range(factor))
         self.rows, self.tokens, self.ragged = len(slots), tokens, request.ragged
+        self.capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
+        if self.capturing:
+            self.captured_at = self.moves
         if slots != self._written:
             self._write(slots)
         present = set(slots)
@@ -151,18 +161,28 @@ class Routing:
     def _write(self, slots: tuple[int, ...]) -> None:
         self._written = None  # an interrupt half way must not pass for what was written before
         with torch.inference_mode(False), torch.no_grad():  # else the buffers could never be written again
-            row_slots = torch.tensor(slots, dtype=torch.int32)
-            key = torch.where(row_slots == BASE, self.slots, row_slots)
-            order = torch.argsort(key, stable=True).to(torch.int32)
-            counts = torch.bincount(key, minlength=self.slots + 1)[: self.slots]
-            if self.order.shape != order.shape:
-                self.order = torch.empty_like(order)
-            self.order.copy_(order)
-            self.offsets[1:] = counts.cumsum(0)
+            host = RowTables(len(slots), self.slots, torch.device("cpu"))
+            host.row_slots.copy_(torch.tensor(slots, dtype=torch.int32))
+            key = torch.where(host.row_slots == BASE, self.slots, host.row_slots)
+            host.order.copy_(torch.argsort(key, stable=True))
+            host.offsets[1:] = torch.bincount(key, minlength=self.slots + 1)[: self.slots].cumsum(0)
+            self.host = host
             present = frozenset(slots) - {BASE}
+            written = {}
             for layout in self.layouts:
-                layout.write(row_slots, present)
+                if layout.device not in written:
+                    written[layout.device] = self._table(layout.device, len(slots))
+                    written[layout.device].data.copy_(host.data)
+                layout.write(written[layout.device], present)
         self._written = slots
+
+    def _table(self, device: torch.device, rows: int) -> RowTables:
+        """The tables for that many rows on a device. Those of packed rows, which have any number of tokens, are not
+        kept."""
+        table = self.tables.get((device, rows)) or RowTables(rows, self.slots, device)
+        if not self.ragged:
+            self.tables[device, rows] = table
+        return table
 
     def align(self, x: torch.Tensor, rows: int, module: str, *, trailing: int = 1, flat: bool = False) -> torch.Tensor:
         """`x` with its rows in front: [R, T, ...] of the same data, T tokens per row.
@@ -188,7 +208,7 @@ class Routing:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no request: they answer with the standing adapter."""
-        state = dict(self.__dict__, stack=[], open=False, _written=None)
+        state = dict(self.__dict__, stack=[], open=False, _written=None, layouts=[], tables={})
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)
         return state

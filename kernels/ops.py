@@ -1,9 +1,12 @@
-"""Schemas of the operations, their shape rules and fakes. Backends register kernels for them, tests run on all.
+"""Schemas of the operations, their meaning, fakes and gradients. Backends compute them, the same tests run on all.
 
 Letters: R rows of the batch, T tokens per row, K in, N out, P rank rows of the pool, S slots, r rank of one slot,
-p rows with an adapter. `order` int32 [R] lists the rows sorted by slot (base rows last), `offsets` int32 [S + 1] says
-that the rows of slot s are order[offsets[s]:offsets[s + 1]], so p = offsets[S]; `starts`, `ranks` int32 [S] say that
-slot s owns the rank rows starts[s]:starts[s] + ranks[s] of A and B. Base rows cost nothing and keep their value.
+L slices (modules fed by one input, whose factors lie in one pool; else 1), Z partial sums.
+
+Tables, on the device of the data: `order` int32 [R] lists the rows sorted by slot (base rows last), `offsets`
+int32 [S + 1] says that the rows of slot s are order[offsets[s]:offsets[s + 1]]; `starts`, `ranks` int32 [L, S] say that
+slot s owns the rank rows starts[l, s]:starts[l, s] + ranks[l, s] in slice l. `slices` int64 [L, 3]: first column in y,
+columns n, and where in b, taken as flat, rank row 0 of that slice would lie; a rank row of the slice has n elements.
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_backend import expand, shrink
+from .backends import backend as backend_named
+from .checks import check_expand, check_shrink
 
 NAMESPACE = "hf_multilora"
-
-SHRINK = (
-    "lora_shrink(Tensor x, Tensor a, Tensor order, Tensor offsets, Tensor starts, Tensor ranks, int max_rank) -> Tensor"
-)
+TABLES = "Tensor order, Tensor offsets, Tensor starts, Tensor ranks"
+SHRINK = f"lora_shrink(Tensor x, Tensor a, {TABLES}, int max_rank, int split, str backend) -> Tensor"
 EXPAND = (
-    "lora_expand(Tensor y, Tensor h, Tensor b, Tensor order, Tensor offsets, Tensor starts, Tensor ranks) -> Tensor"
+    f"lora_expand(Tensor y, Tensor h, Tensor b, {TABLES}, Tensor? slices, Tensor? scale, Tensor? bias, "
+    f"bool own_columns, str backend) -> Tensor"
 )
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -29,127 +32,99 @@ _library.define(SHRINK)
 _library.define(EXPAND)
 
 
-def _must(condition: bool, what: str) -> None:
-    if not condition:
-        raise ValueError(what)
-
-
-def check_tables(op: str, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> None:
-    for name, table in {"order": order, "offsets": offsets, "starts": starts, "ranks": ranks}.items():
-        _must(
-            table.dim() == 1 and table.dtype == torch.int32,
-            f"{op}: {name} must be int32 [n], got {table.dtype} {tuple(table.shape)}",
-        )
-    _must(
-        starts.shape == ranks.shape and offsets.shape[0] == starts.shape[0] + 1,
-        f"{op}: starts and ranks must be [S] and offsets [S + 1], got {tuple(starts.shape)}, {tuple(ranks.shape)}, "
-        f"{tuple(offsets.shape)}",
-    )
-
-
-def check_shrink(
-    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int
-) -> None:
-    """Raises ValueError where the shapes or dtypes of a `lora_shrink` do not fit together."""
-    check_tables("lora_shrink", order, offsets, starts, ranks)
-    _must(
-        x.dim() == 3 and a.dim() == 2 and x.shape[2] == a.shape[1],
-        f"lora_shrink: x must be [R, T, K] and a [P, K], got {tuple(x.shape)} and {tuple(a.shape)}",
-    )
-    _must(
-        order.shape[0] == x.shape[0],
-        f"lora_shrink: order must list the {x.shape[0]} rows of x, got {order.shape[0]}",
-    )
-    _must(x.dtype == a.dtype, f"lora_shrink: x and a must have one dtype, got {x.dtype} and {a.dtype}")
-    _must(max_rank >= 1, f"lora_shrink: max_rank must be at least 1, got {max_rank}")
-
-
-def check_expand(
-    y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor
-) -> None:
-    """Raises ValueError where the shapes or dtypes of a `lora_expand` do not fit together."""
-    check_tables("lora_expand", order, offsets, starts, ranks)
-    _must(
-        y.dim() == 3 and h.dim() == 3 and y.shape[:2] == h.shape[:2],
-        f"lora_expand: y must be [R, T, N] and h [R, T, max_rank], got {tuple(y.shape)} and {tuple(h.shape)}",
-    )
-    _must(
-        b.dim() == 2 and b.shape[1] == y.shape[2],
-        f"lora_expand: b must be [P, {y.shape[2]}], got {tuple(b.shape)}",
-    )
-    _must(
-        order.shape[0] == y.shape[0],
-        f"lora_expand: order must list the {y.shape[0]} rows of y, got {order.shape[0]}",
-    )
-    _must(h.dtype in (torch.float32, torch.float64), f"lora_expand: h must be float32 or float64, got {h.dtype}")
-
-
 def lora_shrink(
-    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int
-) -> Tensor:
-    """h[i, t, :r] = A_s x[order[i], t] for the sorted row i of slot s; zero beyond r and in base rows.
+    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int,
+    split: int = 1, backend: str = "torch",
+) -> Tensor:  # fmt: skip
+    """sum over z of h[z, i, t, l * max_rank : l * max_rank + r] = A_s x[i, t] for row i of slot s, in slice l.
 
-    x [R, T, K], a [P, K] of x's dtype -> float32 (float64 for float64) [R, T, max_rank], in sorted order.
+    x [R, T, K], a [P, K] of x's dtype -> float32 (float64 for float64) [split, R, T, L * max_rank]. What lies beyond r
+    and in base rows is not specified, and nothing reads it. K is summed in `split` ranges, one per z (torch: 1).
     """
-    check_shrink(x, a, order, offsets, starts, ranks, max_rank)
-    return shrink(x, a, order, offsets, starts, ranks, max_rank)
+    check_shrink(x, a, order, offsets, starts, ranks, max_rank, split)
+    return backend_named(backend).shrink(x, a, order, offsets, starts, ranks, max_rank, split)
 
 
 def lora_expand(
-    y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor
-) -> Tensor:
-    """out[order[i], t] = y[order[i], t] + B_s^T h[i, t, :r] for the sorted row i of slot s; base rows keep y.
+    y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
+    slices: Tensor | None = None, scale: Tensor | None = None, bias: Tensor | None = None, own_columns: bool = False,
+    backend: str = "torch",
+) -> Tensor:  # fmt: skip
+    """out[i, t] = scale_s * (y[i, t] + B_s^T h[i, t, :r]) + bias_s for row i of slot s; other rows keep y.
 
-    y [R, T, N], h [R, T, max_rank] from `lora_shrink`, b [P, N] -> a new tensor like y. The sum is in the wider
-    dtype of y and h.
+    y [R, T, N], h [Z, R, T, L * max_rank] from `lora_shrink`, b [P, N] (with slices: flat) -> a new tensor like y. The
+    sums over z and r are in float32 or wider. own_columns: h [1, R, T, P] of any dtype holds a column for every rank
+    row, as a matmul with the augmented weight gives them, and only the row's own r are read. scale, bias: [S, N], of
+    slots that own rank rows in that slice.
     """
-    check_expand(y, h, b, order, offsets, starts, ranks)
-    return expand(y, h, b, order, offsets, starts, ranks)
+    check_expand(y, h, b, order, offsets, starts, ranks, slices, scale, bias, own_columns)
+    return backend_named(backend).expand(y, h, b, order, offsets, starts, ranks, slices, scale, bias, own_columns)
 
 
 def _fake_shrink(
-    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int
-) -> Tensor:
-    check_shrink(x, a, order, offsets, starts, ranks, max_rank)
-    return x.new_empty((x.shape[0], x.shape[1], max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
+    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int, split: int,
+    backend: str,
+) -> Tensor:  # fmt: skip
+    check_shrink(x, a, order, offsets, starts, ranks, max_rank, split)
+    shape = (split, x.shape[0], x.shape[1], starts.shape[0] * max_rank)
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _fake_expand(
-    y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor
-) -> Tensor:
-    check_expand(y, h, b, order, offsets, starts, ranks)
+    y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
+    slices: Tensor | None, scale: Tensor | None, bias: Tensor | None, own_columns: bool, backend: str,
+) -> Tensor:  # fmt: skip
+    check_expand(y, h, b, order, offsets, starts, ranks, slices, scale, bias, own_columns)
     return y.new_empty(y.shape)
 
 
 def _keep_shrink(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, a, *tables, _ = inputs
-    ctx.dtype = x.dtype
+    x, a, *tables, _, _, ctx.backend = inputs
+    ctx.dtype, ctx.pieces = x.dtype, tables[2].shape[0]
     ctx.save_for_backward(a, *tables)
 
 
 def _shrink_backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
-    """dx[order[i], t] = A_s^T dh[i, t]: an expand. Factors are frozen, so A gets no gradient."""
+    """dx[i, t] = A_s^T dh[i, t]: an expand. Whoever reads h adds up its planes, so each has the same gradient.
+    Factors are frozen, so A gets none."""
     a, *tables = ctx.saved_tensors
-    zeros = grad_h.new_zeros((*grad_h.shape[:2], a.shape[1]), dtype=ctx.dtype)
-    return torch.ops.hf_multilora.lora_expand(zeros, grad_h, a, *tables), *[None] * 6
+    _require_plain("lora_shrink", ctx.pieces == 1)
+    zeros = grad_h.new_zeros((*grad_h.shape[1:3], a.shape[1]), dtype=ctx.dtype)
+    grad = torch.ops.hf_multilora.lora_expand(
+        zeros, grad_h[:1].contiguous(), a.contiguous(), *tables, None, None, None, False, ctx.backend
+    )
+    return grad, *[None] * 8
 
 
 def _keep_expand(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, h, b, *tables = inputs
-    ctx.max_rank = h.shape[2]
+    _, h, b, *tables, slices, scale, bias, own_columns, ctx.backend = inputs
+    ctx.planes, ctx.max_rank = h.shape[0], h.shape[3]
+    ctx.plain = slices is None and scale is None and bias is None and not own_columns
     ctx.save_for_backward(b, *tables)
 
 
 def _expand_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """dy = dout and dh[i, t] = B_s dout[order[i], t]: a shrink. Factors are frozen, so B gets no gradient."""
+    """dy = dout and dh[z, i, t] = B_s dout[i, t]: a shrink. Factors are frozen, so B gets no gradient."""
     b, *tables = ctx.saved_tensors
-    grad_h = torch.ops.hf_multilora.lora_shrink(grad.to(b.dtype), b, *tables, ctx.max_rank)
-    return grad, grad_h, *[None] * 5
+    _require_plain("lora_expand", ctx.plain)
+    grad_h = torch.ops.hf_multilora.lora_shrink(grad.to(b.dtype), b, *tables, ctx.max_rank, 1, ctx.backend)
+    order, offsets, _, ranks = tables
+    at = torch.arange(ctx.max_rank, device=b.device)
+    slots = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(order), device=b.device), right=True)
+    own = torch.nn.functional.pad(ranks[0], (0, 1))[slots]  # ranks of the sorted rows, 0 for base rows
+    live = torch.zeros(len(order), ctx.max_rank, dtype=torch.bool, device=b.device)
+    live[order.long()] = at < own[:, None]
+    grad_h = grad_h.masked_fill(~live[:, None, :], 0)  # unspecified values must not flow back
+    return grad, grad_h.expand(ctx.planes, -1, -1, -1), *[None] * 10
 
 
-_library.impl("lora_shrink", lora_shrink, "CompositeExplicitAutograd")
-_library.impl("lora_expand", lora_expand, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::lora_shrink", _fake_shrink, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::lora_expand", _fake_expand, lib=_library)
+def _require_plain(op: str, plain: bool) -> None:
+    if not plain:
+        raise NotImplementedError(f"{op}: gradients need one slice, no scale or bias, and h from lora_shrink")
+
+
+for _name, _function, _fake in (("lora_shrink", lora_shrink, _fake_shrink), ("lora_expand", lora_expand, _fake_expand)):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 torch.library.register_autograd(f"{NAMESPACE}::lora_shrink", _shrink_backward, setup_context=_keep_shrink, lib=_library)
 torch.library.register_autograd(f"{NAMESPACE}::lora_expand", _expand_backward, setup_context=_keep_expand, lib=_library)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 
-def groups(order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """(first sorted row, last + 1, first rank row, r) of every slot that has both rows and rank."""
+def groups(order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> Iterator[tuple[int, int, int, int, int]]:
+    """(slot, first sorted row, last + 1, first rank row, r) of every slot that has both rows and rank in one slice:
+    starts, ranks int32 [S]."""
     edges = offsets.tolist()
     for slot, (start, r) in enumerate(zip(starts.tolist(), ranks.tolist(), strict=True)):
         if r and edges[slot] < edges[slot + 1]:
-            yield edges[slot], edges[slot + 1], start, r
+            yield slot, edges[slot], edges[slot + 1], start, r
 
 
 def _pick(order: Tensor) -> slice | Tensor:
@@ -28,28 +29,58 @@ def _pick(order: Tensor) -> slice | Tensor:
 
 
 def shrink(
-    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int
+    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int, split: int = 1
 ) -> Tensor:
-    """h[i, t, :r] = A_s x[order[i], t]; see `ops.lora_shrink`."""
-    h = x.new_zeros((x.shape[0], x.shape[1], max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
-    for low, high, start, r in groups(order, offsets, starts, ranks):
-        rows = x[_pick(order[low:high])]  # [rows, T, K]
-        h[low:high, :, :r] = torch.matmul(rows.to(h.dtype), a[start : start + r].to(h.dtype).t())
+    """h[0, i, t, :r] = A_s x[i, t]; see `ops.lora_shrink`. Zero where nothing is specified."""
+    if split != 1:
+        raise ValueError(f"lora_shrink: the torch backend sums K at once, so split must be 1, got {split}")
+    pieces = starts.shape[0]
+    h = x.new_zeros((1, *x.shape[:2], pieces * max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
+    for piece in range(pieces):
+        for _, low, high, start, r in groups(order, offsets, starts[piece], ranks[piece]):
+            rows, column = _pick(order[low:high]), piece * max_rank
+            some = torch.matmul(x[rows].to(h.dtype), a[start : start + r].to(h.dtype).t())  # [rows, T, r]
+            h[0, rows, :, column : column + r] = some
     return h
 
 
-def expand(y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> Tensor:
-    """out[order[i], t] = y[order[i], t] + B_s^T h[i, t, :r]; see `ops.lora_expand`."""
+def expand(
+    y: Tensor,
+    h: Tensor,
+    b: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    starts: Tensor,
+    ranks: Tensor,
+    slices: Tensor | None = None,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    own_columns: bool = False,
+) -> Tensor:
+    """out[i, t] = scale_s (y[i, t] + B_s^T h[i, t, :r]) + bias_s; see `ops.lora_expand`."""
     out = y.clone(memory_format=torch.contiguous_format)
-    for low, high, start, r in groups(order, offsets, starts, ranks):
-        rows, own = _pick(order[low:high]), b[start : start + r].to(h.dtype)  # [r, N]
-        some = h[low:high, :, :r]  # [rows, T, r]
-        if y.dtype != h.dtype:  # one rounding, of the sum in the wider dtype
-            out[rows] = (out[rows] + torch.matmul(some, own)).to(y.dtype)
-        elif isinstance(rows, slice):
-            out[rows].flatten(0, 1).addmm_(some.flatten(0, 1), own)
-        else:
-            out.index_add_(0, rows, torch.matmul(some, own))
+    wide = torch.promote_types(torch.promote_types(y.dtype, h.dtype), torch.float32)
+    h = h.sum(0) if h.shape[0] > 1 else h[0]
+    max_rank = h.shape[2] // starts.shape[0]
+    for piece, (first, width, offset) in enumerate([(0, y.shape[2], 0)] if slices is None else slices.tolist()):
+        for slot, low, high, start, r in groups(order, offsets, starts[piece], ranks[piece]):
+            rows, columns = _pick(order[low:high]), slice(first, first + width)
+            begin = offset + start * width
+            own = b.view(-1)[begin : begin + r * width].view(r, width).to(wide)
+            column = start if own_columns else piece * max_rank
+            some = h[rows][:, :, column : column + r].to(wide)  # [rows, T, r]
+            if slices is None and scale is None and bias is None and y.dtype == wide:  # without a copy of y's rows
+                if isinstance(rows, slice):
+                    out[rows].flatten(0, 1).addmm_(some.flatten(0, 1), own)
+                else:
+                    out.index_add_(0, rows, torch.matmul(some, own))
+                continue
+            total = out[rows][:, :, columns] + torch.matmul(some, own)  # one rounding, of the sum in the wider dtype
+            if scale is not None:
+                total = total * scale[slot, columns]
+            if bias is not None:
+                total = total + bias[slot, columns]
+            out[rows, :, columns] = total.to(y.dtype)
     return out
 
 

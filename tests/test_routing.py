@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hf_multilora import RoutingError
-from hf_multilora.pool import BASE, FREE, Layout
+from hf_multilora.pool import BASE, FREE, Layout, RowTables
 from hf_multilora.routing import Request, Routing
 
-SPANS = ((0, 0, 3), (2, 3, 2))  # slot 0 owns rank rows 0..2, slot 2 owns 3..4
+SPANS = {0: (0, 3), 2: (3, 2)}  # slot 0 owns rank rows 0..2, slot 2 owns 3..4
 WIDTH, SLOTS = 6, 4
 
 
@@ -21,15 +21,21 @@ class CountedLayout(Layout):
     """A layout that counts its writes, and can fail at one."""
 
     def __init__(self) -> None:
-        super().__init__(SPANS, WIDTH, SLOTS, torch.device("cpu"))
+        super().__init__(WIDTH, 16, SLOTS, torch.device("cpu"))
+        self.take(SPANS)
         self.writes = 0
         self.fails: type[BaseException] | None = None
 
-    def write(self, row_slots: torch.Tensor, present: frozenset[int]) -> None:
+    def write(self, table: RowTables, present: frozenset[int]) -> None:
         self.writes += 1
         if self.fails is not None:
             raise self.fails
-        super().write(row_slots, present)
+        super().write(table, present)
+
+    @property
+    def rows(self) -> RowTables:
+        assert self.table is not None
+        return self.table
 
 
 @pytest.fixture
@@ -45,6 +51,12 @@ def routing(layout: CountedLayout) -> Iterator[Routing]:
     assert not routing.open and not routing.active and routing.uniform is None and routing.rows == 0
 
 
+def rows_of(slots: tuple[int, ...]) -> RowTables:
+    table = RowTables(len(slots), SLOTS, torch.device("cpu"))
+    table.row_slots.copy_(torch.tensor(slots))
+    return table
+
+
 def opened(layout: Layout) -> list[list[int]]:
     """Per row, the rank rows that are open to it."""
     return [(~row).nonzero().flatten().tolist() for row in layout.closed]
@@ -52,18 +64,18 @@ def opened(layout: Layout) -> list[list[int]]:
 
 def test_a_layout_opens_to_each_row_its_own_rank_rows_only(layout: CountedLayout) -> None:
     assert layout.owner.tolist() == [0, 0, 0, 2, 2, FREE]
-    assert layout.starts.tolist() == [0, 0, 3, 0] and layout.ranks.tolist() == [3, 0, 2, 0] and layout.max_rank == 3
-    layout.write(torch.tensor([2, BASE, 0, 1], dtype=torch.int32), frozenset({0, 1, 2}))
+    assert layout.starts.tolist() == [[0, 0, 3, 0]] and layout.ranks.tolist() == [[3, 0, 2, 0]]
+    layout.write(rows_of((2, BASE, 0, 1)), frozenset({0, 1, 2}))
     assert layout.live and opened(layout) == [[3, 4], [], [0, 1, 2], []]
-    layout.write(torch.tensor([BASE, 1], dtype=torch.int32), frozenset({1}))
+    layout.write(rows_of((BASE, 1)), frozenset({1}))
     assert opened(layout) == [[], []] and not layout.live, "slot 1 has no rank rows in these modules"
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
 def test_rows_are_grouped_by_slot_with_the_base_last(routing: Routing, layout: CountedLayout) -> None:
     routing.push(Request((2, BASE, 0, 2, 0)))
-    assert routing.order.tolist() == [2, 4, 0, 3, 1] and routing.order.dtype == torch.int32
-    assert routing.offsets.tolist() == [0, 2, 2, 4, 4] and routing.offsets.dtype == torch.int32
+    assert layout.rows.order.tolist() == [2, 4, 0, 3, 1] and layout.rows.order.dtype == torch.int32
+    assert layout.rows.offsets.tolist() == [0, 2, 2, 4, 4] and layout.rows.offsets.dtype == torch.int32
     assert routing.active and routing.uniform is None
     assert opened(layout) == [[3, 4], [], [0, 1, 2], [3, 4], [0, 1, 2]]
     routing.pop()
@@ -189,17 +201,22 @@ def test_nothing_is_written_while_rows_and_slots_stay(routing: Routing, layout: 
 
 def test_addresses_stay_while_the_number_of_rows_stays(routing: Routing, layout: CountedLayout) -> None:
     def addresses() -> list[int]:
-        return [t.data_ptr() for t in (routing.order, routing.offsets, layout.closed, layout.starts, layout.ranks)]
+        return [t.data_ptr() for t in (layout.rows.order, layout.rows.offsets, layout.closed, layout.starts, layout.ranks)]
 
-    seen = []
-    for slots in ((2, 0, BASE), (0, 0, 0), (BASE, 2, 2), (BASE, BASE, BASE)):
+    def of(slots: tuple[int, ...]) -> list[int]:
         routing.push(Request(slots))
-        seen.append(addresses())
+        found = addresses()
         routing.pop()
+        return found
+
+    seen = [of(slots) for slots in ((2, 0, BASE), (0, 0, 0), (BASE, 2, 2), (BASE, BASE, BASE))]
     assert seen == [seen[0]] * 4
-    routing.push(Request((2, 0)))
-    assert addresses()[2] != seen[0][2] and layout.closed.shape[0] == 2, "control: other rows, other tensors"
-    routing.pop()
+    other = of((2, 0))
+    assert other[0] != seen[0][0] and layout.closed.shape[0] == 2, "control: other rows, other tensors"
+    assert of((0, BASE, 2))[:2] == seen[0][:2], "a graph captured with three rows finds its tables again"
+    layout.take({1: (2, 3)})
+    assert of((1, BASE, 2))[:2] == seen[0][:2] and [t.data_ptr() for t in (layout.starts, layout.ranks)] == seen[0][3:]
+    assert layout.owner.tolist() == [FREE, FREE, 1, 1, 1, FREE] and layout.ranks.tolist() == [[0, 3, 0, 0]]
 
 
 def test_a_new_layout_gets_the_rows_in_force(routing: Routing) -> None:
@@ -250,7 +267,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert not routing.open and not routing.active and routing.rows == 0
     layout.fails, writes = None, layout.writes
     routing.push(Request((2, 0)))
-    assert layout.writes == writes + 1 and routing.order.tolist() == [1, 0]
+    assert layout.writes == writes + 1 and layout.rows.order.tolist() == [1, 0]
     routing.pop()
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.backends import TORCH
 from ..kernels.torch_backend import expand_gated, groups
 from .base import LoraLayer
-from .slots import BASE_ONLY, GATED_TOKENS, ONE, ModuleSlots
+from .slots import BASE_ONLY, ONE, ModuleSlots
 
 
 class LoraEmbedding(LoraLayer, kind="embedding"):
@@ -23,23 +24,31 @@ class LoraEmbedding(LoraLayer, kind="embedding"):
             return y
         ids: Tensor = args[0] if args else next(iter(kwargs.values()))
         scale = getattr(self, "embed_scale", 1.0)  # Gemma: a buffer, BART: a float
-        if path == ONE:
+        layout, backend = slots.layout, slots.backend
+        assert layout is not None
+        if path == ONE and not backend.fixed:
             a, b = slots.own()
             return y + (_look_up(a, ids, b) * scale).to(y.dtype)
-        assert slots.layout is not None
-        closed = slots.layout.closed  # [R, w]
-        r = closed.shape[0]
-        if ids.dim() == 2 and ids.shape[0] == 1 and r > 1 and not slots.routing.ragged:
-            ids = ids.expand(r, -1)  # positions shared by all rows: each row gets its own table
-            y = y.expand(r, -1, -1)
-        rows = slots.routing.align(ids, r, slots.name, trailing=0, flat=slots.flat)  # [R, T]
-        delta = torch.zeros(*rows.shape, slots.out_features, dtype=slots.b.dtype, device=y.device)
-        if torch.compiler.is_compiling() or rows.numel() <= GATED_TOKENS or rows.is_cuda:
-            h = slots.a_used.index_select(1, rows.flatten()).t().reshape(*rows.shape, -1)  # [R, T, w]
-            delta = expand_gated(delta, h, slots.b_used, closed)
+        if path == ONE:
+            rows, tables = ids.reshape(1, -1), slots.tables(slots.routing.uniform)
         else:
-            for low, high, start, rank in groups(*slots.tables()):
-                mine, own = slots.routing.order[low:high], slice(start, start + rank)
+            r = layout.closed.shape[0]
+            if ids.dim() == 2 and ids.shape[0] == 1 and r > 1 and not slots.routing.ragged:
+                ids = ids.expand(r, -1)  # positions shared by all rows: each row gets its own table
+                y = y.expand(r, -1, -1)
+            rows = slots.routing.align(ids, r, slots.name, trailing=0, flat=slots.flat)  # [R, T]
+            tables = slots.tables()
+        delta = torch.zeros(*rows.shape, slots.out_features, dtype=slots.b.dtype, device=y.device)
+        if backend.name != TORCH and not torch.compiler.is_compiling():
+            h = slots.a_used.index_select(1, rows.flatten()).t().reshape(1, *rows.shape, -1)  # [1, R, T, w]
+            delta = backend.expand(delta, h, slots.b, *tables, own_columns=True)
+        elif torch.compiler.is_compiling() or rows.numel() <= slots.dense_tokens:
+            h = slots.a_used.index_select(1, rows.flatten()).t().reshape(*rows.shape, -1)  # [R, T, w]
+            delta = expand_gated(delta, h, slots.b_used, layout.closed)
+        else:
+            order, offsets, starts, ranks = tables
+            for _, low, high, start, rank in groups(order, offsets, starts[0], ranks[0]):
+                mine, own = order[low:high], slice(start, start + rank)
                 some = _look_up(slots.a[own], rows.index_select(0, mine), slots.b[own])
                 delta.index_copy_(0, mine.long(), some.to(delta.dtype))  # autocast
         return y + (delta.reshape(y.shape) * scale).to(y.dtype)

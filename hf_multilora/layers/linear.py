@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..kernels import ops
+from ..kernels import ops  # noqa: F401 (registers the operations)
+from ..kernels.backends import TORCH
 from ..kernels.torch_backend import add_one, expand_gated
 from . import augmented
 from .base import LoraLayer
-from .slots import BASE_ONLY, GATED_TOKENS, ONE, ModuleSlots
+from .slots import BASE_ONLY, ONE, ModuleSlots
 
 
 class LoraLinear(LoraLayer, kind="linear"):
@@ -24,25 +25,40 @@ class LoraLinear(LoraLayer, kind="linear"):
         if path == BASE_ONLY:
             return super().__call__(*args, **kwargs)
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        layout, backend = slots.layout, slots.backend
+        assert layout is not None
         if path == ONE:
             y = super().__call__(*args, **kwargs)
-            return add_one(y, x, *slots.own())
-        layout = slots.layout
-        assert layout is not None
+            if not backend.fixed:
+                return add_one(y, x, *slots.own())
+            tables = slots.tables(slots.routing.uniform)
+            return _grouped(y.reshape(1, -1, y.shape[-1]), x.reshape(1, -1, x.shape[-1]), slots, tables).view(y.shape)
         rows = slots.routing.align(x, layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
-        few = rows.shape[0] * rows.shape[1] <= GATED_TOKENS or rows.is_cuda
+        few = rows.shape[0] * rows.shape[1] <= slots.dense_tokens
         if few and isinstance(self, nn.Linear) and augmented.ready(self, slots):
             both = F.linear(rows, slots.buffer_used, slots.bias_used)  # type: ignore[arg-type]  # [R, T, N + w]
             y, h = both[..., : slots.out_features], both[..., slots.out_features :]
-            return expand_gated(y, h, slots.b_used, layout.closed).view(*x.shape[:-1], slots.out_features)
+            if backend.name == TORCH or torch.compiler.is_compiling() or both.requires_grad:
+                out = expand_gated(y, h, slots.b_used, layout.closed)
+            else:
+                out = backend.expand(y, h[None], slots.b, *slots.tables(), own_columns=True)
+            return out.view(*x.shape[:-1], slots.out_features)
         y = super().__call__(*args, **kwargs)
         out = y.reshape(*rows.shape[:2], -1)  # [R, T, N]
-        if few:
+        if few and backend.name == TORCH:
             h = F.linear(rows.to(slots.a_used.dtype), slots.a_used).to(y.dtype)
             return expand_gated(out, h, slots.b_used.to(y.dtype), layout.closed).view(y.shape)
-        tracing = torch.compiler.is_compiling()  # a traced graph calls the registered operations as they are
-        shrink = torch.ops.hf_multilora.lora_shrink if tracing else ops.lora_shrink
-        expand = torch.ops.hf_multilora.lora_expand if tracing else ops.lora_expand
-        width = slots.a_used.shape[0] if tracing else layout.max_rank
-        h = shrink(rows.to(slots.a.dtype), slots.a, *slots.tables(), width)
-        return expand(out, h, slots.b, *slots.tables()).view(y.shape)
+        return _grouped(out, rows, slots, slots.tables()).view(y.shape)
+
+
+def _grouped(y: Tensor, x: Tensor, slots: ModuleSlots, tables: tuple[Tensor, ...]) -> Tensor:
+    """Shrink and expand: y [R, T, N], x [R, T, K] -> [R, T, N]. Directly, or as registered operations where the call is
+    traced or a backend without gradients of its own must give them."""
+    backend, layout = slots.backend, slots.layout
+    assert layout is not None
+    x, max_rank = x.to(slots.a.dtype), layout.no_rows.shape[1]
+    differentiable = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    if not (torch.compiler.is_compiling() or (differentiable and backend.name != TORCH)):
+        return backend.expand(y, backend.shrink(x, slots.a, *tables, max_rank), slots.b, *tables)
+    h = torch.ops.hf_multilora.lora_shrink(x, slots.a, *tables, max_rank, backend.split(x.shape[2]), backend.name)
+    return torch.ops.hf_multilora.lora_expand(y, h, slots.b, *tables, None, None, None, False, backend.name)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.backends import TORCH, Backend, backend
 from ..pool import Layout, RankRows, bucket
 from ..routing import Routing, RoutingError
 
 BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see ModuleSlots.path
-# Tokens of a call up to which one dense matmul over all slots is used, beyond it one matmul per slot. On a CPU the
-# dense one was faster at 8 tokens and 8 adapters, the grouped ones at 512.
-GATED_TOKENS = 32
+# Tokens of a call up to which one dense matmul over the rank rows of all slots is used, beyond it grouped operations.
+# On a CPU the dense one was faster at 8 tokens and 8 adapters, the grouped ones at 512.
+DENSE_TOKENS_CPU = 32
+DENSE_TOKENS_TRITON = 4096  # with the augmented weight, whose columns must also be few beside those of the weight
+DENSE_SHARE = 4  # at most 1 rank row to so many columns
 
 
 class ModuleSlots:
@@ -41,13 +45,16 @@ class ModuleSlots:
         self.tied = tied  # other modules use its weight, so it stays where it is
         self.mixable = mixable  # the rows of its input are batch rows
         self.fixed_dtype: torch.dtype | None = None
+        self.backend: Backend = backend(TORCH)
         self.rows = RankRows()
         self.layout: Layout | None = None
+        self.where = (0, 0, 0)  # addresses and width of what a captured graph reads
         self.a = torch.zeros(0, in_features)
         self.b = torch.zeros(0, out_features)
         self.buffer: Tensor | None = None  # [N + P, K] while the weight is laid with A: see augmented.py
         self.bias_buffer: Tensor | None = None  # [N + P]
         self.laid = False  # A lies in the buffer too
+        self.dense_tokens = 0
         self.look()
 
     @property
@@ -57,12 +64,12 @@ class ModuleSlots:
     def path(self) -> int:
         """BASE_ONLY: no row has an adapter here. ONE: all rows share one. MIXED: routing.rows rows, each its own.
 
-        In a traced graph the mix is data: any open request is MIXED, so that a change of mix never retraces.
+        In a traced or captured graph the mix is data: any open request is MIXED, so that it serves every mix.
         """
         layout, routing = self.layout, self.routing
         if layout is None:
             return BASE_ONLY
-        if routing.open and torch.compiler.is_compiling():
+        if routing.open and (routing.capturing or torch.compiler.is_compiling()):
             return self._mixed()
         if not routing.active:
             return BASE_ONLY
@@ -86,7 +93,7 @@ class ModuleSlots:
         return self.a[start : start + r], self.b[start : start + r]
 
     def look(self) -> None:
-        """Set the views of the occupied prefix, w rank rows wide, that the gated path reads.
+        """Set the views of the occupied prefix, w rank rows wide, that the dense path reads, and how far it goes.
 
         Views and not widths, since a traced graph takes tensors as inputs and would be traced anew for a number.
         """
@@ -95,11 +102,21 @@ class ModuleSlots:
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
         self.buffer_used = None if self.buffer is None else self.buffer[:end]  # [N + w, K]
         self.bias_used = None if self.bias_buffer is None else self.bias_buffer[:end]  # [N + w]
+        where = (self.a_used.data_ptr(), self.b_used.data_ptr(), width)
+        self.routing.moves += where != self.where
+        self.where = where
+        if self.backend.name == TORCH:
+            self.dense_tokens = sys.maxsize if self.a.is_cuda else DENSE_TOKENS_CPU
+        else:
+            dense = self.laid and width * DENSE_SHARE <= self.out_features and not self.backend.fixed
+            self.dense_tokens = DENSE_TOKENS_TRITON if dense else 0
 
-    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """order, offsets, starts, ranks: what the grouped operations take."""
+    def tables(self, slot: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """order, offsets, starts, ranks: what the grouped operations take. slot: for one row, which has that slot."""
         assert self.layout is not None
-        return self.routing.order, self.routing.offsets, self.layout.starts, self.layout.ranks
+        rows = self.layout.table if slot is None else self.layout.alone(slot)
+        assert rows is not None
+        return rows.order, rows.offsets, self.layout.starts, self.layout.ranks
 
     def reserve(self, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         """Make room for `capacity` rank rows; rows in use keep their place."""
@@ -155,6 +172,7 @@ class ModuleSlots:
 
     def settle(self, layout: Layout | None) -> None:
         """Take the layout that describes the rows as they now are."""
+        self.routing.moves += layout is not self.layout
         self.layout = layout
         self.look()
 
@@ -162,8 +180,9 @@ class ModuleSlots:
         """What modules must have in common to share one Layout; None without adapters."""
         if not self.rows.spans:
             return None
-        spans = tuple(sorted((slot, start, r) for slot, (start, r) in self.rows.spans.items()))
-        return spans, bucket(self.rows.end, self.rows.capacity), self.a.device
+        spans = tuple(sorted(self.rows.spans.items()))
+        bound = bucket(max(r for _, r in self.rows.spans.values()))
+        return spans, bucket(self.rows.end, self.rows.capacity), bound, self.a.device
 
     def apply(self, fn: Any) -> None:
         """Follow the module to another device or dtype (`nn.Module._apply`)."""
@@ -180,10 +199,10 @@ class ModuleSlots:
         """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""
         views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used"))
         own = {"a": self.a.detach().clone(), "buffer": None, "bias_buffer": None, "laid": False}
-        return self.__dict__ | views | own
+        return self.__dict__ | views | own | {"backend": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, backend=backend(TORCH))  # until the copy's Residency chooses
         self.look()
 
 

@@ -32,8 +32,8 @@ class Bed:
             for rows, own in zip(self.slots.place(slot, r), (a, b), strict=True):
                 rows.copy_(own)
             self.factors[slot] = (a, b)
-        spans = tuple((slot, *span) for slot, span in self.slots.rows.spans.items())
-        layout = Layout(spans, self.slots.rows.end, SLOTS, torch.device("cpu"))
+        layout = Layout(self.slots.rows.end, 16, SLOTS, torch.device("cpu"))
+        layout.take(self.slots.rows.spans)
         self.slots.settle(layout)
         self.routing.relayout([layout])
         wrap(module, kind, self.slots)

@@ -1,0 +1,84 @@
+"""The expand kernel: out = y + B^T h with the B of each token's adapter. Letters as in ops.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import find_tile, tokens_of
+
+
+@triton.jit
+def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(slice, its first column, its width, where its B begins, first own column) of a tile of columns.
+
+    slices int64 [L, 3]: first column, width, offset of B. Beyond all slices: slice L.
+    """
+    if SLICES == 1:
+        return 0, 0, n.to(tl.int64), 0, tile * BLOCK_N
+    piece, seen = SLICES, 0
+    first, width, offset, column = tl.load(slices), tl.load(slices + 1), tl.load(slices + 2), 0
+    for i in tl.static_range(SLICES):
+        wide = tl.load(slices + 3 * i + 1)
+        tiles = ((wide + BLOCK_N - 1) // BLOCK_N).to(tl.int32)
+        here = (tile >= seen) & (tile < seen + tiles)
+        piece = tl.where(here, i, piece)
+        first = tl.where(here, tl.load(slices + 3 * i), first)
+        width = tl.where(here, wide, width)
+        offset = tl.where(here, tl.load(slices + 3 * i + 2), offset)
+        column = tl.where(here, (tile - seen) * BLOCK_N, column)
+        seen += tiles
+    return piece, first, width, offset, column
+
+
+@triton.jit
+def lora_expand_kernel(
+    y, h, b, out, order, offsets, starts, ranks, slices, scale, bias,
+    rows, tokens, n, slots, max_rank, stride_y, stride_h, stride_out, plane,
+    SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, tile of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
+
+    PLANES: partial sums in h, `plane` elements apart, added in their order. OWN_COLUMNS: h has a column for every rank
+    row of the pool, and the slot's are at `starts`; else column 0 of its slice's `max_rank` columns is its first.
+    """
+    slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
+    piece, left, width, offset, column = find_columns(tl.program_id(1), slices, n, SLICES, BLOCK_N)
+    if (slot > slots) | (piece >= SLICES):
+        return
+    entry = piece * slots + slot
+    r = tl.load(ranks + entry, mask=slot < slots, other=0)
+    start = tl.load(starts + entry, mask=slot < slots, other=0).to(tl.int64)
+    token, live = tokens_of(order, first, end, tokens, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    inside = columns < width
+    edge = live[:, None] & inside[None, :]
+    if OWN_COLUMNS:
+        h_tile = h + token[:, None] * stride_h + start
+    else:
+        h_tile = h + token[:, None] * stride_h + piece * max_rank
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for low in range(0, r, BLOCK_R):
+        at = low + tl.arange(0, BLOCK_R)
+        own = at < r
+        some_b = tl.load(
+            b + offset + (start + at)[:, None] * width + columns[None, :],
+            mask=own[:, None] & inside[None, :],
+            other=0.0,
+        )
+        some_h = tl.load(h_tile + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
+        for z in tl.static_range(1, PLANES):
+            some_h += tl.load(h_tile + z * plane + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
+        if some_h.dtype != some_b.dtype:
+            total = tl.dot(some_h.to(tl.float32), some_b.to(tl.float32), total, input_precision=PRECISION)
+        else:
+            total = tl.dot(some_h, some_b, total, input_precision=PRECISION)
+    total += tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0).to(tl.float32)
+    if SCALE:
+        factor = tl.load(scale + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=1.0)
+        total *= factor.to(tl.float32)[None, :]
+    if BIAS:
+        shift = tl.load(bias + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=0.0)
+        total += shift.to(tl.float32)[None, :]
+    tl.store(out + token[:, None] * stride_out + (left + columns)[None, :], total.to(out.dtype.element_ty), mask=edge)

@@ -1,0 +1,48 @@
+"""The shrink kernel: h = A x with the A of each token's adapter. Letters as in ops.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import find_tile, tokens_of
+
+
+@triton.jit
+def lora_shrink_kernel(
+    x, a, h, order, offsets, starts, ranks,
+    rows, tokens, k, slots, max_rank, blocks, chunk, stride_x, stride_a, stride_h, plane,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, slice and block of ranks, range of K) writes h[range, tokens of the tile, ranks of the block].
+
+    blocks: rank blocks per slice. chunk: columns of a range of K, multiple of BLOCK_K. plane: elements of h per range.
+    """
+    slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
+    if slot >= slots:
+        return
+    piece, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
+    r = tl.load(ranks + piece * slots + slot)
+    if block * BLOCK_R >= r:
+        return
+    start = tl.load(starts + piece * slots + slot).to(tl.int64)
+    token, live = tokens_of(order, first, end, tokens, BLOCK_M)
+    at = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    own = at < r
+    low = tl.program_id(2) * chunk
+    columns = low + tl.arange(0, BLOCK_K)
+    x_tile = x + token[:, None] * stride_x + columns[None, :]
+    a_tile = a + (start + at)[None, :] * stride_a + columns[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    for step in range(0, tl.minimum(chunk, k - low), BLOCK_K):
+        if EVEN_K:
+            some_x = tl.load(x_tile + step, mask=live[:, None], other=0.0)
+            some_a = tl.load(a_tile + step, mask=own[None, :], other=0.0)
+        else:
+            inside = columns + step < k
+            some_x = tl.load(x_tile + step, mask=live[:, None] & inside[None, :], other=0.0)
+            some_a = tl.load(a_tile + step, mask=own[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(some_x, some_a, total, input_precision=PRECISION)
+    place = h + tl.program_id(2).to(tl.int64) * plane + token[:, None] * stride_h + (piece * max_rank + at)[None, :]
+    tl.store(place, total, mask=live[:, None] & own[None, :])

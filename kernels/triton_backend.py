@@ -1,0 +1,157 @@
+"""Launchers of the Triton kernels: tile sizes, grids and checks. Specified by torch_backend.py.
+
+Grids and tiles depend on shapes and capacity only, never on the mix: a captured launch serves every mix. FIXED tiles
+and a split of K that depends on K alone make a row's delta independent of everything else in the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import PTXASError
+
+from .backends import KernelError
+from .lora_expand import lora_expand_kernel
+from .lora_shrink import lora_shrink_kernel
+
+NARROW = 64  # tokens per group up to which the smallest tile is used
+FIXED_CHUNK = 1024  # columns of one range of K where the split depends on K alone
+MAX_SPLIT = 16
+
+
+@dataclass(frozen=True)
+class Tiles:
+    block_m: int  # tokens
+    block_r: int  # ranks
+    block_k: int
+    block_n: int
+    warps: int = 4
+    stages: int = 3
+
+
+FIXED = Tiles(16, 16, 64, 64)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def tile_bound(rows: int, tokens: int, groups: int, block: int) -> int:
+    """Tiles that R rows of T tokens in at most `groups` groups can need: sum of ceil(c / block) over any split."""
+    return (rows * tokens + min(rows, groups) * (block - 1)) // block
+
+
+def tiles(tokens: int, groups: int, max_rank: int, width: int) -> Tiles:
+    """tokens: R * T; groups: slots that may share them; width: bytes of an element."""
+    block_m = 16 if tokens <= NARROW * groups else 64
+    block_r = min(64, max(16, triton.next_power_of_2(max_rank)))
+    block_n = 128 if block_m == 64 or block_r < 64 else 64
+    return Tiles(block_m, block_r, 128 if width == 2 else 64, block_n)
+
+
+def fixed_split(k: int) -> int:
+    """Ranges that K is cut into, by K alone."""
+    return max(1, min(MAX_SPLIT, k // FIXED_CHUNK))
+
+
+def split_of(k: int, programs: int, device: torch.device) -> int:
+    """Ranges that K is cut into, each summed by a program of its own, to occupy the device."""
+    wanted = triton.cdiv(2 * processors(device), programs)  # two waves
+    return max(1, min(MAX_SPLIT, wanted, k // 256))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of products of float32: three passes of TF32 hold a 16-bit factor exactly; float32 follows torch's setting."""
+    if dtype != torch.float32:
+        return "tf32x3"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[R, T, n] -> [R * T, n] whose last dimension lies together."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+    """Raises KernelError where the kernel cannot be compiled."""
+    try:
+        kernel[grid](*arguments, **constants)
+    except (triton.CompilationError, PTXASError, triton.OutOfResources, subprocess.CalledProcessError) as error:
+        raise _broken(kernel, error) from error
+    except RuntimeError as error:
+        if "C compiler" not in str(error):  # Triton builds its launcher with one
+            raise
+        raise _broken(kernel, error) from error
+
+
+def _broken(kernel: Any, error: Exception) -> KernelError:
+    return KernelError(
+        f"the Triton kernel {kernel.fn.__name__} must compile on this machine, it did not: {type(error).__name__}: "
+        f"{str(error)[:300]}; install a C compiler and a Triton that fits torch and this GPU, or pass backend='torch' "
+        f"to from_pretrained"
+    )
+
+
+def shrink(
+    x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int,
+    split: int | None = None, *, fixed: bool = False,
+) -> Tensor:  # fmt: skip
+    """See `ops.lora_shrink`; split None: chosen from the shapes. What is not specified is left unwritten."""
+    rows, tokens, k = x.shape
+    pieces, slots = starts.shape
+    flat, groups = _flat(x), min(rows, slots)
+    t = FIXED if fixed else tiles(rows * tokens, groups, max_rank, x.element_size())
+    count, blocks = tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(max_rank, t.block_r)
+    if split is None:
+        split = fixed_split(k) if fixed else split_of(k, count * blocks * pieces, x.device)
+    chunk = triton.cdiv(triton.cdiv(k, split), t.block_k) * t.block_k
+    h = torch.empty(split, rows, tokens, pieces * max_rank, dtype=torch.float32, device=x.device)
+    if h.numel() and k:
+        _launch(
+            lora_shrink_kernel,
+            (count, pieces * blocks, split),
+            (
+                flat, a, h, order, offsets, starts, ranks, rows, tokens, k, slots, max_rank, blocks, chunk,
+                flat.stride(0), a.stride(0), h.stride(2), h.stride(0),
+            ),
+            SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_K=t.block_k,
+            EVEN_K=k % t.block_k == 0, PRECISION=precision(x.dtype), num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    return h
+
+
+def expand(
+    y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
+    slices: Tensor | None = None, scale: Tensor | None = None, bias: Tensor | None = None, own_columns: bool = False,
+    *, fixed: bool = False,
+) -> Tensor:  # fmt: skip
+    """See `ops.lora_expand`."""
+    rows, tokens, n = y.shape
+    pieces, slots = starts.shape
+    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if not out.numel():
+        return out
+    flat, groups = _flat(y), min(rows, slots + 1)
+    columns = h if h.stride(3) == 1 and h.stride(1) == tokens * h.stride(2) else h.contiguous()
+    max_rank = h.shape[3] // pieces
+    t = FIXED if fixed else tiles(rows * tokens, groups, 64 if own_columns else max_rank, b.element_size())
+    _launch(
+        lora_expand_kernel,
+        (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(n, t.block_n) + pieces - 1),
+        (
+            flat, columns, b, out, order, offsets, starts, ranks, slices, scale, bias, rows, tokens, n, slots, max_rank,
+            flat.stride(0), columns.stride(2), out.stride(1), columns.stride(0),
+        ),
+        SLICES=pieces, PLANES=h.shape[0], OWN_COLUMNS=own_columns, SCALE=scale is not None, BIAS=bias is not None,
+        SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_N=t.block_n,
+        PRECISION=precision(b.dtype), num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return out
