@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from .formats import Adapter
+from .formats import Adapter, AdapterError
+from .host import HostAdapter
 
 BASE_NAMES = (None, "__base__")
 
@@ -19,17 +18,6 @@ class UnknownAdapterError(KeyError):
 
     def __str__(self) -> str:  # KeyError would show the message quoted
         return str(self.args[0])
-
-
-@dataclass
-class HostAdapter:
-    """Factors ready to be copied to slots: module -> (A [r, in], B [r, out], scale folded into B)."""
-
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b in self.factors.values())
 
 
 @dataclass
@@ -53,6 +41,30 @@ class Entry:
     def identity(self) -> tuple[str, str]:
         """Name and content: what caches of anything computed under the adapter must key on."""
         return self.name, self.digest
+
+    def read(self) -> Adapter:
+        """The adapter from its files once more. Raises FileNotFoundError where they are gone, AdapterError where they
+        are damaged or others.
+        """
+        assert self.reader is not None
+        remedy = f"put the files back, or delete_adapter({self.name!r})"
+        try:
+            adapter = self.reader()
+        except OSError as error:
+            raise FileNotFoundError(
+                f"adapter {self.name!r} left host memory and must be read again from {self.source}, which cannot be "
+                f"read: {error}; {remedy}"
+            ) from error
+        except AdapterError as error:
+            raise AdapterError(
+                f"adapter {self.name!r} left host memory and must be read again: {error}; {remedy}"
+            ) from error
+        if adapter.digest != self.digest:
+            raise AdapterError(
+                f"the files of adapter {self.name!r} ({self.source}) must be those it was registered with, they "
+                f"changed; load_adapter(..., {self.name!r}, load_inplace=True) takes the new ones"
+            )
+        return adapter
 
 
 @dataclass

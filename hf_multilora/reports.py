@@ -10,11 +10,16 @@ from .runtime import Runtime
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes taken by adapters. per_module: pools of rank rows on the device; slots: adapter in each (None: free)."""
+    """Bytes taken by adapters. per_module: pools of rank rows on the device; slots: adapter in each (None: free).
+
+    host_bytes: the host copies of `host_adapters` adapters; host_pinned_bytes: those of them that are page-locked.
+    """
 
     per_module: dict[str, int]
     device_bytes: int
     host_bytes: int
+    host_pinned_bytes: int
+    host_adapters: int
     rank_rows: int
     rank_rows_used: int
     slots: list[str | None]
@@ -24,7 +29,8 @@ class MemoryReport:
         return (
             f"device {self.device_bytes / 2**20:.1f} MiB in {len(self.per_module)} modules "
             f"({self.rank_rows_used} of {self.rank_rows} rank rows, {used} of {len(self.slots)} slots), "
-            f"host {self.host_bytes / 2**20:.1f} MiB"
+            f"host {self.host_bytes / 2**20:.1f} MiB in {self.host_adapters} adapters "
+            f"({self.host_pinned_bytes / 2**20:.1f} pinned)"
         )
 
 
@@ -35,11 +41,14 @@ def memory_report(runtime: Runtime) -> MemoryReport:
     names: list[str | None] = [None] * store.max_loras
     for adapter_id, slot in store.slots.items():
         names[slot] = store.catalogue.by_id(adapter_id).name
+    hosts = [e.host for e in store.catalogue if e.host is not None]
     per_module = {name: slots.nbytes for name, slots in sites.items()}
     return MemoryReport(
         per_module=per_module,
         device_bytes=sum(per_module.values()),
-        host_bytes=sum(e.host.nbytes for e in store.catalogue if e.host is not None),
+        host_bytes=sum(host.nbytes for host in hosts),
+        host_pinned_bytes=sum(host.nbytes for host in hosts if host.pinned),
+        host_adapters=len(hosts),
         rank_rows=sum(slots.rows.capacity for slots in sites.values()),
         rank_rows_used=sum(slots.rows.used for slots in sites.values()),
         slots=names,

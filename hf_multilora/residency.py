@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .catalogue import HostAdapter
 from .census import take_census
 from .config import MultiLoRAConfig
-from .formats import Adapter, AdapterError, ModuleShape
+from .formats import Adapter, ModuleShape
+from .host import HostAdapter, host_budget, out_of_memory, pack
 from .kernels.backends import choose
 from .layers import ModuleSlots, unwrap, wrap
 from .layers.augmented import prepare
 from .layers.slots import home_of
 from .patches.facts import Facts
-from .pool import Layout
+from .pool import Layout, pool_rows
 from .routing import Routing
-from .store import AdapterStore
+from .store import AdapterStore, CapacityError
 
 logger = logging.get_logger(__name__)
-HOST_SHARE = 0.25  # of the memory that is free at the start, for host copies of adapters
 
 
 class Residency:
@@ -115,12 +112,14 @@ class Residency:
             f"it: their rows would lose it. Put it back, or delete them; or unpatch() and call from_pretrained again"
         )
 
-    def capacity(self, name: str) -> int:
-        """Rank rows the pool of a module should have: see MultiLoRAConfig.max_lora_rank."""
-        if self.config.max_lora_rank is not None:
-            return self.config.max_loras * self.config.max_lora_rank
-        ranks = sorted((e.ranks.get(name, 0) for e in self.store.catalogue), reverse=True)
-        return sum(ranks[: self.config.max_loras])
+    def capacities(self) -> dict[str, int]:
+        """Rank rows that the pools of all modules should have: one pass over the adapters."""
+        ranks: dict[str, list[int]] = {name: [] for name in self.sites}
+        for entry in self.store.catalogue:
+            for name, r in entry.ranks.items():
+                ranks[name].append(r)
+        bounds = self.config.max_loras, self.config.max_lora_rank
+        return {name: pool_rows(found, *bounds) for name, found in ranks.items()}
 
     def dtype_of(self, module: nn.Module) -> torch.dtype:
         if self.config.dtype is not None:
@@ -140,47 +139,76 @@ class Residency:
 
     # -- the store's device ----------------------------------------------------------------------------------
     def pack(self, adapter: Adapter) -> HostAdapter:
-        """Factors as slots hold them: B transposed, with the scale folded in.
-
-        Raises AdapterError where the pool's dtype cannot hold a value.
-        """
+        """The adapter in host memory, page-locked where it goes to a CUDA device. Raises as `host.pack` does."""
         first = self.paths()
-        factors: dict[str, tuple[Tensor, Tensor]] = {}
-        for given, pair in adapter.factors.items():
-            module = self.model.get_submodule(given)
-            name = first[id(module)]
-            dtype = self.dtype_of(module)
-            a = pair.a.to(dtype).contiguous()
-            b = (pair.b.to(torch.promote_types(dtype, torch.float32)) * pair.scaling).t().to(dtype).contiguous()
-            if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
-                raise AdapterError(
-                    f"{name}: the factors of {adapter.source} must be finite in {dtype}, some become Inf; pass "
-                    f"lora_dtype='float32' or 'bfloat16'"
-                )
-            if name in factors and not all(map(torch.equal, factors[name], (a, b))):
-                raise AdapterError(
-                    f"{given} and {name} are one module of this base, so {adapter.source} must hold the same factors "
-                    f"for both, they differ; load the base it was trained on"
-                )
-            factors[name] = (a, b)
-        return HostAdapter(factors)
+        names = {given: first[id(self.model.get_submodule(given))] for given in adapter.factors}
+        modules = {name: self.model.get_submodule(name) for name in names.values()}
+        host = pack(adapter, names, {name: self.dtype_of(module) for name, module in modules.items()})
+        if any(home_of(m, m._parameters.get("weight")).type == "cuda" for m in modules.values()):
+            host.pin()
+        return host
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def fill(self, slot: int, host: HostAdapter) -> None:
-        """Copy an adapter into a slot: one pass of bookkeeping, one scatter."""
+        """Copy an adapter into a slot: per device one copy and one scatter. After an error pools are what they were.
+
+        Raises CapacityError where the memory of a device runs out.
+        """
         self.empty(slot)  # an interrupt may have left rows there
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, (a, b) in host.factors.items():
+        grown: list[tuple[ModuleSlots, Any]] = []
+        try:
+            self._make_room(host, grown)
+            targets: dict[torch.device, list[Tensor]] = {}
+            names: dict[torch.device, list[str]] = {}
+            for name, (a, _) in host.places.items():
+                slots = self.sites[name][1]
+                names.setdefault(slots.a.device, []).append(name)
+                targets.setdefault(slots.a.device, []).extend(slots.place(slot, a.shape[0]))
+            for device, rows in targets.items():
+                if device.type == "cuda":
+                    host.pin()
+                try:
+                    torch._foreach_copy_(rows, host.on(device, names[device]))
+                except RuntimeError as error:
+                    self._require_room("the copy of its factors", host.nbytes, device, error)
+                    raise
+        except BaseException:
+            for slots, pool in grown:
+                slots.restore(pool)
+            raise
+
+    def _make_room(self, host: HostAdapter, grown: list[tuple[ModuleSlots, Any]]) -> None:
+        """Let pools grow until the adapter fits; what they were goes to `grown`."""
+        needs = {name: self.sites[name][1].rows.used + a.shape[0] for name, (a, _) in host.places.items()}
+        small = [name for name, need in needs.items() if need > self.sites[name][1].rows.capacity]
+        planned = self.capacities() if small else {}
+        for name, need in needs.items():
             module, slots = self.sites[name]
-            need = slots.rows.used + a.shape[0]
-            if need > slots.rows.capacity:
-                need = max(need, self.capacity(name))
-            slots.reserve(need, home_of(module, module._parameters.get("weight")), self.dtype_of(module))
-            targets += slots.place(slot, a.shape[0])
-            sources += (a, b)
-        torch._foreach_copy_(targets, sources)
+            device, dtype = home_of(module, module._parameters.get("weight")), self.dtype_of(module)
+            need, pool = max(need, planned[name] if name in small else 0), slots.pool()
+            try:
+                slots.reserve(need, device, dtype)
+            except RuntimeError as error:
+                size = need * (slots.in_features + slots.out_features) * dtype.itemsize
+                self._require_room(f"{name}'s pool of {need} rank rows", size, device, error)
+                raise
+            if slots.a is not pool[0]:
+                grown.append((slots, pool))
+
+    def _require_room(self, what: str, size: int, device: torch.device, error: RuntimeError) -> None:
+        """Raises CapacityError where memory ran out."""
+        if not out_of_memory(error):
+            return
+        rows, total = self.capacities(), 0
+        for name, (module, slots) in self.sites.items():
+            total += rows[name] * (slots.in_features + slots.out_features) * self.dtype_of(module).itemsize
+        free = f", which has {torch.cuda.mem_get_info(device)[0]} free" if device.type == "cuda" else ""
+        raise CapacityError(
+            f"{what} needs {size} bytes on {device}{free}; the pools of all {len(rows)} modules need {total} bytes as "
+            f"planned ({sum(rows.values())} rank rows, max_loras={self.config.max_loras}, "
+            f"max_lora_rank={self.config.max_lora_rank}); lower max_loras or max_lora_rank, or free memory there"
+        ) from error
 
     def empty(self, slot: int) -> None:
         self._stale = True
@@ -217,21 +245,15 @@ class Residency:
     def moved(self) -> None:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go."""
         self._stale = True
-        self.store.forget(self._outdated)
+        dtypes = {name: self.dtype_of(module) for name, (module, _) in self.sites.items()}
+        self.store.forget(lambda host: _outdated(host, dtypes))
         self.refresh()
 
-    def _outdated(self, host: HostAdapter) -> bool:
-        for name, (a, _) in host.factors.items():
-            dtype = self.dtype_of(self.sites[name][0])
-            if dtype != a.dtype and (torch.promote_types(dtype, a.dtype) != a.dtype or dtype == torch.float16):
-                return True
-        return False
 
-
-def host_budget() -> int:
-    """Bytes of host memory for adapters: HOST_SHARE of what is free now."""
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not a POSIX system
-        return 4 << 30
-    return math.floor(free * HOST_SHARE)
+def _outdated(host: HostAdapter, dtypes: Mapping[str, torch.dtype]) -> bool:
+    """Whether the host copy is coarser than the modules' dtypes, or may be out of their range."""
+    for name, (a, _) in host.places.items():
+        dtype = dtypes[name]
+        if dtype != a.dtype and (torch.promote_types(dtype, a.dtype) != a.dtype or dtype == torch.float16):
+            return True
+    return False

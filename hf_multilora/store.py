@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from .catalogue import Catalogue, Entry, HostAdapter, UnknownAdapterError, check_name
-from .formats import Adapter, AdapterError
+from .catalogue import Catalogue, Entry, UnknownAdapterError, check_name
+from .formats import Adapter
+from .host import HostAdapter, HostMemoryError
 
 
 class CapacityError(RuntimeError):
-    """More adapters than there are slots, or than the pins leave."""
+    """More adapters than there are slots, than the pins leave, or than memory holds."""
 
 
 class AdapterInUseError(RuntimeError):
@@ -187,8 +188,12 @@ class AdapterStore:
             self.evictions += 1
         try:
             self.device.fill(slot, host)
-        except BaseException:
+        except BaseException as error:
             self.device.empty(slot)
+            if isinstance(error, CapacityError):
+                raise CapacityError(
+                    f"adapter {entry.name!r} cannot be brought to its slot: {error}"
+                ) from error.__cause__
             raise
         self.slots[entry.id] = slot
         self.loads += 1
@@ -200,24 +205,27 @@ class AdapterStore:
 
     # -- host memory -----------------------------------------------------------------------------------------
     def _entry(self, name: str, adapter_id: int, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
-        host = self.device.pack(adapter)
+        host = self._pack(name, adapter)
         ranks = {module: a.shape[0] for module, (a, _) in host.factors.items()}
         return Entry(
             name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks, host.nbytes, adapter.config,
             reader, host,
         )  # fmt: skip
 
+    def _pack(self, name: str, adapter: Adapter) -> HostAdapter:
+        try:
+            return self.device.pack(adapter)
+        except HostMemoryError as error:
+            raise CapacityError(
+                f"adapter {name!r} needs {error.nbytes} bytes of host memory, which could not be had; "
+                f"{len(self.hosted)} adapters take {self.hosted_bytes} bytes of it (max_cpu_loras="
+                f"{self.max_cpu_loras}); lower max_cpu_loras, or free host memory"
+            ) from error
+
     def _host(self, entry: Entry) -> HostAdapter:
-        """The adapter's host copy, read again from disk where it was dropped; makes room for it first."""
+        """The adapter's host copy, read again from disk where it was dropped; then others go until the limit holds."""
         if entry.host is None:
-            assert entry.reader is not None
-            adapter = entry.reader()
-            if adapter.digest != entry.digest:
-                raise AdapterError(
-                    f"the files of adapter {entry.name!r} ({entry.source}) must be those it was registered with, they "
-                    f"changed; load_adapter(..., {entry.name!r}, load_inplace=True) takes the new ones"
-                )
-            entry.host = self.device.pack(adapter)
+            entry.host = self._pack(entry.name, entry.read())
             entry.nbytes = entry.host.nbytes  # the base's dtype may have changed since
         if entry.id not in self.hosted:
             self.hosted_bytes += entry.nbytes
@@ -235,14 +243,17 @@ class AdapterStore:
 
     def _trim(self, keep: Entry) -> None:
         """Drop least recently used host copies, and their slots with them, until the rest fits."""
-        for adapter_id in list(self.hosted):
-            if not self._over():
+        while self._over():
+            hosted = map(self.catalogue.by_id, self.hosted)
+            victim = next((e for e in hosted if e is not keep and self._droppable(e)), None)
+            if victim is None:
                 return
-            entry = self.catalogue.by_id(adapter_id)
-            if entry is keep or entry.pinned or entry.in_flight or entry.reader is None:
-                continue
-            self._free_slot(entry)
-            self._drop_host(entry)
+            self._free_slot(victim)
+            self._drop_host(victim)
+
+    @staticmethod
+    def _droppable(entry: Entry) -> bool:
+        return not entry.pinned and not entry.in_flight and entry.reader is not None
 
     def forget(self, outdated: Callable[[HostAdapter], bool]) -> None:
         """Drop outdated host copies and their slots; the next use reads the adapter again. Those in use stay."""

@@ -16,7 +16,7 @@ MAX_LINES = 300
 # What a unit (a folder or a module of the package) may import besides itself. Imports run downhill only: every unit
 # named on the right has its own row further up.
 BELOW_LAYERS = {"kernels", "patches", "pool", "parallel", "routing"}
-BELOW_MODEL = {"config", "formats", "census", "catalogue", "store", "layers", "entry", *BELOW_LAYERS}
+BELOW_MODEL = {"config", "formats", "census", "host", "catalogue", "store", "layers", "entry", *BELOW_LAYERS}
 EDGES: dict[str, set[str]] = {
     "config": set(),
     "kernels": set(),
@@ -28,9 +28,10 @@ EDGES: dict[str, set[str]] = {
     "formats": set(),
     "census": {"formats", "patches"},
     "layers": BELOW_LAYERS,
-    "catalogue": {"formats"},
+    "host": {"formats"},
+    "catalogue": {"formats", "host"},
     "collator": {"catalogue"},
-    "store": {"catalogue", "formats", "pool"},
+    "store": {"catalogue", "formats", "host", "pool"},
     "passes": {"store"},
     "residency": BELOW_MODEL,
     "runtime": {*BELOW_MODEL, "residency"},
@@ -39,15 +40,17 @@ EDGES: dict[str, set[str]] = {
     "verify": {*BELOW_MODEL, "runtime", "calls", "reports"},
     "model": {*BELOW_MODEL, "runtime", "calls", "reports", "verify", "collator"},
     "loading": {*BELOW_MODEL, "runtime", "model"},
+    "skeleton": {*BELOW_MODEL, "runtime", "loading"},
+    "plan": {*BELOW_MODEL, "runtime", "model", "loading", "skeleton"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }
-# The one way uphill: inside a function, where a method of the model hands over to the module that makes models.
-IN_FUNCTIONS = {"model": {"loading"}}
+# The one way uphill: inside a function, where a method of the model hands over to the modules that make or plan models.
+IN_FUNCTIONS = {"model": {"loading", "plan"}}
 ABOVE = ("integrations", "cli", "server")  # these may import everything, and nothing may import them
 
 # Third-party packages by unit; without a row: the declared dependencies. What stands above the model may import any.
 EXTERNAL: dict[str, set[str]] = {"kernels": {"torch", "triton"}, "patches": {"torch", "transformers"}}
-DEPENDENCIES = {"torch", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"}
+DEPENDENCIES = {"torch", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub", "psutil"}
 
 
 def unit_of(dotted: str) -> str:

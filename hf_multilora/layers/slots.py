@@ -131,6 +131,15 @@ class ModuleSlots:
         self.a, self.b, self.rows.capacity, self.laid = a, b, capacity, False
         self.look()
 
+    def pool(self) -> tuple[Tensor, Tensor, bool, int, dict[int, tuple[int, int]]]:
+        """What `restore` takes. It keeps the pool's memory."""
+        return self.a, self.b, self.laid, self.rows.capacity, dict(self.rows.spans)
+
+    def restore(self, pool: tuple[Tensor, Tensor, bool, int, dict[int, tuple[int, int]]]) -> None:
+        """Undo a `reserve` that gave new memory, with what came after it: the old memory was only read."""
+        self.a, self.b, self.laid, self.rows.capacity, self.rows.spans = pool
+        self.look()
+
     def place(self, slot: int, r: int) -> tuple[Tensor, Tensor]:
         """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must."""
         start = self.rows.allocate(slot, r)
