@@ -45,11 +45,7 @@ def load(
     if isinstance(base, (str, os.PathLike)):
         model = load_base(base, named, auto_class, kwargs)
         return build(model, named, config)
-    if auto_class is not None or kwargs:
-        raise ValueError(
-            f"base is a loaded model, so auto_class and Transformers' arguments must be left out, got "
-            f"{sorted([*kwargs, *(['auto_class'] if auto_class is not None else [])])}"
-        )
+    require_no_arguments(auto_class, kwargs)
     if isinstance(base, MultiLoRAModel):
         raise ValueError("base is a MultiLoRAModel already; add adapters with load_adapter(path, name)")
     if isinstance(base, PreTrainedModel):
@@ -57,6 +53,15 @@ def load(
     if hasattr(base, "peft_config") and hasattr(base, "unload"):
         return take_over(base, named, config)
     raise TypeError(f"base must be a folder, a Hub id, a PreTrainedModel or a PeftModel, got {type(base).__name__}")
+
+
+def require_no_arguments(auto_class: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError where a loaded model comes with arguments for loading one."""
+    if auto_class is not None or kwargs:
+        raise ValueError(
+            f"base is a loaded model, so auto_class and Transformers' arguments must be left out, got "
+            f"{sorted([*kwargs, *(['auto_class'] if auto_class is not None else [])])}"
+        )
 
 
 def name_adapters(adapters: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
@@ -84,6 +89,13 @@ def last_part(path: str | os.PathLike[str]) -> str:
 def load_base(
     base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]
 ) -> Any:
+    return base_class(base, adapters, auto_class, kwargs).from_pretrained(base, **kwargs)
+
+
+def base_class(
+    base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """The class of Transformers, or its Auto class, that loads the base."""
     import transformers
 
     if auto_class is None:
@@ -101,7 +113,7 @@ def load_base(
         name, auto_class = auto_class, getattr(transformers, auto_class, None)
         if auto_class is None:
             raise ValueError(f"auto_class must name a class of Transformers, got {name!r}")
-    return auto_class.from_pretrained(base, **kwargs)
+    return auto_class
 
 
 def task_type(path: str) -> str | None:
@@ -128,7 +140,8 @@ def progress(adapters: Mapping[str, str]) -> Any:
     return logging.tqdm(adapters.items(), desc="Loading adapters", disable=None if len(adapters) > 8 else True)
 
 
-def patch(model: Any, config: MultiLoRAConfig) -> None:
+def require_patchable(model: Any) -> None:
+    """Raises for a model that is sharded, holds adapters of PEFT or shares a module with a MultiLoRAModel."""
     if any(is_distributed(p) for p in model.parameters()):
         raise NotImplementedError("the base is sharded over several devices (DTensor), which is not supported yet")
     tuned = next((name for name, module in model.named_modules() if is_tuner(module)), None)
@@ -143,6 +156,10 @@ def patch(model: Any, config: MultiLoRAConfig) -> None:
             f"the base must share no module with another MultiLoRAModel, {shared} is adapted by one; unpatch() it "
             f"first, or copy.deepcopy the module"
         )
+
+
+def patch(model: Any, config: MultiLoRAConfig) -> None:
+    require_patchable(model)
     facts = facts_of(model.config)
     runtime = Runtime(model, config, facts, checkpoint_renames(model))
     for name, module in entry_points(model).items():

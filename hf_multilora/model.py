@@ -18,6 +18,7 @@ from .runtime import Reader, Runtime
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .plan import MemoryPlan
     from .reports import MemoryReport
     from .verify import VerifyReport
 
@@ -79,6 +80,21 @@ class MultiLoRAModel:
             max_loras, max_cpu_loras, max_lora_rank, lora_dtype, target_modules, fully_sharded_loras, backend
         )
         return load(base, adapters, config, auto_class, transformers_kwargs)
+
+    @classmethod
+    def plan(
+        cls, base: Any, adapters: Sequence[str] | Mapping[str, str] = (), *, max_loras: int = 8,
+        max_lora_rank: int | None = None, lora_dtype: str | torch.dtype = "auto",
+        target_modules: Sequence[str] | str | None = None, auto_class: str | type | None = None,
+        budget: int | str | None = None, **transformers_kwargs: Any,
+    ) -> MemoryPlan:  # fmt: skip
+        """The bytes that `from_pretrained` with the same arguments will need, reading no weight of the base: see
+        `hf_multilora.plan.plan`. budget: bytes of device memory for adapters, or "2GB", to learn how many fit.
+        """
+        from .plan import plan
+
+        config = MultiLoRAConfig(max_loras, None, max_lora_rank, lora_dtype, target_modules)
+        return plan(base, adapters, config, auto_class, budget, transformers_kwargs)
 
     # -- calls -----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, adapter_names: Any = None, adapter_ids: Any = None, **kwargs: Any) -> Any:

@@ -1,0 +1,113 @@
+"""A base without its weights: what its config tells of it, and adapters read for it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .formats import Adapter, ModuleShape, adapter_from_tensors
+from .formats.checks import Place, check_copy
+from .formats.config import parse_settings
+from .formats.files import locate, open_tensors, parse_config
+from .formats.keys import NameResolver, parse_key
+from .loading import WHERE, base_class
+from .runtime import Runtime
+
+# Transformers' arguments that say how weights are read, placed or computed with: no shape or dtype depends on them
+NO_MATTER = (
+    "adapter_kwargs allow_all_kernels attn_implementation device_map disable_mmap experts_implementation "
+    "generation_config ignore_mismatched_sizes key_mapping low_cpu_mem_usage max_memory offload_buffers offload_folder "
+    "offload_state_dict proxies tqdm_class use_kernels use_safetensors variant weights_only"
+).split()
+# ... and those that change modules while weights are read
+CHANGING = (
+    "quantization_config gguf_file distributed_config device_mesh tp_plan tp_size fusion_config kernel_config "
+    "state_dict"
+).split()
+
+
+def skeleton(
+    base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """The model that `from_pretrained` would load, on the meta device: its class, shapes and dtypes, no weights."""
+    from transformers import AutoConfig, PreTrainedModel
+    from transformers.initialization import meta_device_safe_creation_ops
+
+    kind = base_class(base, adapters, auto_class, kwargs)
+    concrete = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+    where = {key: kwargs[key] for key in WHERE if key in kwargs}
+    settings = {key: value for key, value in kwargs.items() if key not in (*WHERE, *NO_MATTER)}
+    dtype, old_spelling = settings.pop("dtype", None), settings.pop("torch_dtype", None)
+    dtype = old_spelling if dtype is None else dtype
+    trust = {"trust_remote_code": where.pop("trust_remote_code")} if "trust_remote_code" in where else {}
+    if concrete:
+        trust = {}
+    config = copy.deepcopy(settings.pop("config", None))
+    changing = sorted(key for key in CHANGING if settings.pop(key, None) is not None)
+    if config is None:
+        source = kind.config_class if concrete else AutoConfig
+        config, settings = source.from_pretrained(base, return_unused_kwargs=True, **where, **trust, **settings)
+    if getattr(config, "quantization_config", None) is not None:
+        changing.append("quantization_config of its config")
+    if changing:
+        raise ValueError(
+            f"{base}: a plan must know the base's parameters from its config alone, but {changing} changes them; load "
+            f"the base and pass it instead"
+        )
+    if dtype not in (None, "auto"):
+        settings["dtype"] = dtype
+    make = kind._from_config if concrete else partial(kind.from_config, **trust)
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        model = make(config, **settings)
+    dtype = model.config.dtype
+    if dtype is None:
+        raise ValueError(
+            f"{base}: a plan must know the dtype of the weights, but the base's config names none, so it depends on "
+            f"the weights file; pass dtype="
+        )
+    for pattern, kept in model._get_dtype_plan(dtype).items():  # what stays in float32 whatever the dtype
+        for name, parameter in model.named_parameters():
+            if re.search(pattern.replace("*", ".*"), name):
+                parameter.data = parameter.data.to(kept)
+    return model
+
+
+def read_for_skeleton(probe: Runtime, path: str) -> Adapter:
+    """As `read_adapter`, but copies of base weights are compared by shape only."""
+    files, known, census = locate(path), probe.reading(), probe.census()
+    names = ("aliases", "renames", "base_prefix")
+    resolver = NameResolver(census, **{key: known[key] for key in names})
+    config = parse_config(files.source, files.config.read_bytes())
+    settings = parse_settings(files.source, config)
+    given: dict[str, Tensor] = {}
+    with open_tensors(files.source, files.weights) as tensors:
+        for key, tensor in tensors.items():
+            parsed = parse_key(key)
+            modules = resolver.resolve(parsed.module) if parsed.role == "copy" else ()
+            if not modules:
+                given[key] = tensor
+            for module in modules:
+                shape = _with_blanks(census[module], probe.model.get_submodule(module))
+                own = shape.weight if parsed.parameter == "weight" else shape.bias
+                if own is None or own.shape != tensor.shape:
+                    place = Place(files.source, key, module)
+                    check_copy(place, parsed, shape, tensor, settings.saves_in_full(parsed.module))
+        return adapter_from_tensors(files.source, config, given, census, **known)
+
+
+def _with_blanks(shape: ModuleShape, module: nn.Module) -> ModuleShape:
+    """The shape with a weight and bias that can be compared, in shape, where the base will have them."""
+
+    def blank(own: Any) -> Tensor | None:
+        return torch.zeros((), dtype=own.dtype).expand(own.shape) if isinstance(own, Tensor) else None
+
+    weight = blank(module._parameters.get("weight")) if isinstance(module, (nn.Linear, nn.Embedding)) else None
+    return replace(shape, weight=weight, bias=blank(shape.bias))
