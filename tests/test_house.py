@@ -42,8 +42,6 @@ EDGES: dict[str, set[str]] = {
     "loading": {*BELOW_MODEL, "runtime", "model"},
     "skeleton": {*BELOW_MODEL, "runtime", "loading"},
     "plan": {*BELOW_MODEL, "runtime", "model", "loading", "skeleton"},
-    "skeleton": {*BELOW_MODEL, "runtime", "loading"},
-    "plan": {*BELOW_MODEL, "runtime", "model", "loading", "skeleton"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }
 # The one way uphill: inside a function, where a method of the model hands over to the modules that make or plan models.
