@@ -11,7 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+Pairs = dict[str, tuple[Tensor, Tensor]]  # of one adapter: path of the linear -> A [r, in], B [out, r]
+
 SHAPES = {  # random weights
+    "llama-3-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
+    },
     "smollm2-135m": {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
@@ -59,26 +65,53 @@ def _ready(model: PreTrainedModel, device: str) -> PreTrainedModel:
     return model.requires_grad_(False).eval().to(device)  # type: ignore[arg-type]
 
 
-def write_adapter(folder: Path, model: nn.Module, rank: int, targets: Sequence[str], seed: int) -> Path:
-    """A PEFT checkpoint with random A and B for every linear whose last name is in `targets`."""
-    generator = torch.Generator().manual_seed(seed)
+def random_base(shape: str, layers: int | None, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Random weights of a row of SHAPES, made on the device; layers: how many instead of the shape's own."""
+    own = SHAPES[shape] if layers is None else SHAPES[shape] | {"num_hidden_layers": layers}
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**own), dtype=dtype)
+    return _ready(model, device)
+
+
+def random_adapter(
+    model: nn.Module, rank: int, targets: Sequence[str], seed: int, dtype: torch.dtype, device: str
+) -> Pairs:
+    """A and B for every linear whose last name is in `targets`, drawn on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int, deviation: float) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * deviation
+        return (torch.randn(rows, columns, generator=generator, device=device) * deviation).to(dtype)
 
-    tensors = {}
+    pairs = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets:
-            key = f"base_model.model.{name}"
-            tensors[f"{key}.lora_A.weight"] = normal(rank, module.in_features, module.in_features**-0.5)
-            tensors[f"{key}.lora_B.weight"] = normal(module.out_features, rank, 0.02)
-    if not tensors:
+            a = normal(rank, module.in_features, module.in_features**-0.5)
+            pairs[name] = a, normal(module.out_features, rank, 0.02)
+    if not pairs:
         raise ValueError(f"--targets must name linears of the base, got {list(targets)}")
+    return pairs
+
+
+def lora_config(rank: int, targets: Sequence[str]) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=2 * rank + 1, target_modules=list(targets), task_type="CAUSAL_LM")
+
+
+def save_adapter(folder: Path, pairs: Pairs, rank: int, targets: Sequence[str]) -> Path:
+    """A PEFT checkpoint of these factors in a new folder."""
+    tensors = {}
+    for name, (a, b) in pairs.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = LoraConfig(r=rank, lora_alpha=2 * rank + 1, target_modules=list(targets), task_type="CAUSAL_LM")
-    config.save_pretrained(str(folder))
+    lora_config(rank, targets).save_pretrained(str(folder))
     return folder
+
+
+def write_adapter(folder: Path, model: nn.Module, rank: int, targets: Sequence[str], seed: int) -> Path:
+    """A PEFT checkpoint with random A and B in float32 for every linear whose last name is in `targets`."""
+    return save_adapter(folder, random_adapter(model, rank, targets, seed, torch.float32, "cpu"), rank, targets)
 
 
 def prompts(rows: int, tokens: int, vocabulary: int, device: str) -> dict[str, Tensor]:

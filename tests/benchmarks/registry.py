@@ -89,3 +89,58 @@ class Cell:
 def cells(mixes: Sequence[Mix]) -> list[Cell]:
     found = [Cell(c, Mix("all base", 0)) for c in CONTENDERS if c.base]
     return found + [Cell(c, mix) for mix in mixes for c in CONTENDERS if c.mixed]
+
+
+# -- on a GPU: python -m tests.benchmarks.gpu ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """One batch: `rows` prompts of `tokens`, row i with adapter i modulo `distinct` (0: the base), max_loras `slots`.
+
+    phase: "decode" (one token per row after the prompt) or "prefill" (the prompts themselves).
+    """
+
+    phase: str
+    rows: int
+    tokens: int
+    distinct: int
+    slots: int
+
+    @property
+    def shape(self) -> str:
+        """What the bare model is timed with."""
+        return f"{self.phase} {self.rows} x {self.tokens}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {self.distinct} adapter{'' if self.distinct == 1 else 's'} in {self.slots} slots"
+
+    def mix(self) -> list[str | None]:
+        return Mix("", self.distinct).rows([adapter_name(i) for i in range(self.distinct)], self.rows)
+
+
+def adapter_name(index: int) -> str:
+    return f"adapter-{index}"
+
+
+def _works(slots: int, *rows: tuple[str, int, int, int]) -> tuple[Work, ...]:
+    return tuple(Work(*row, slots) for row in rows)
+
+
+# Cells in the order in which they run: adapters stay in their slots, so cells with few adapters come before those with
+# more, except the last one, which shows few adapters in a batch while all slots are taken.
+PLANS = {
+    "full": (
+        *_works(
+            8, ("decode", 8, 128, 0), ("prefill", 8, 256, 0), ("decode", 1, 128, 1), ("prefill", 8, 256, 1),
+            ("prefill", 8, 1024, 1), ("decode", 8, 128, 8), ("decode", 64, 128, 8), ("prefill", 8, 256, 8),
+            ("prefill", 8, 1024, 8),
+        ),
+        *_works(64, ("decode", 64, 128, 64), ("prefill", 64, 128, 64), ("decode", 8, 128, 8)),
+    ),
+    "small": (
+        *_works(2, ("decode", 2, 5, 0), ("decode", 1, 5, 1), ("prefill", 2, 7, 1), ("decode", 4, 5, 2)),
+        *_works(4, ("decode", 4, 5, 4), ("prefill", 4, 7, 4), ("decode", 2, 5, 2)),
+    ),
+}  # fmt: skip
