@@ -254,11 +254,11 @@ def _group_room(root: Path) -> Iterator[int]:
                 break
             try:
                 most, now = (group / limit).read_text(), int((group / used).read_text())
-                stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                words = (group / "memory.stat").read_text().split()
             except OSError:  # a group without a limit, or of which a container shows its own part only
                 continue
             if most.strip() != "max":
-                yield int(most) - now + int(stat.get(cache, 0))
+                yield int(most) - now + int(dict(zip(words[::2], words[1::2], strict=True)).get(cache, 0))
 
 
 # files of a control group: its limit, what it uses, and in memory.stat the part of that which is file cache to give up
