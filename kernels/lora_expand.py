@@ -14,20 +14,21 @@ def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
 
     slices int64 [L, 3]: first column, width, offset of B. Beyond all slices: slice L.
     """
-    if SLICES == 1:
-        return 0, 0, n.to(tl.int64), 0, tile * BLOCK_N
     piece, seen = SLICES, 0
-    first, width, offset, column = tl.load(slices), tl.load(slices + 1), tl.load(slices + 2), 0
-    for i in tl.static_range(SLICES):
-        wide = tl.load(slices + 3 * i + 1)
-        tiles = ((wide + BLOCK_N - 1) // BLOCK_N).to(tl.int32)
-        here = (tile >= seen) & (tile < seen + tiles)
-        piece = tl.where(here, i, piece)
-        first = tl.where(here, tl.load(slices + 3 * i), first)
-        width = tl.where(here, wide, width)
-        offset = tl.where(here, tl.load(slices + 3 * i + 2), offset)
-        column = tl.where(here, (tile - seen) * BLOCK_N, column)
-        seen += tiles
+    first, width, offset, column = n * 0, n, n * 0, tile * BLOCK_N
+    if SLICES == 1:
+        piece = 0
+    else:
+        for i in tl.static_range(SLICES):
+            wide = tl.load(slices + 3 * i + 1)
+            tiles = ((wide + BLOCK_N - 1) // BLOCK_N).to(tl.int32)
+            here = (tile >= seen) & (tile < seen + tiles)
+            piece = tl.where(here, i, piece)
+            first = tl.where(here, tl.load(slices + 3 * i), first)
+            width = tl.where(here, wide, width)
+            offset = tl.where(here, tl.load(slices + 3 * i + 2), offset)
+            column = tl.where(here, (tile - seen) * BLOCK_N, column)
+            seen += tiles
     return piece, first, width, offset, column
 
 

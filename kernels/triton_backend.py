@@ -21,7 +21,7 @@ from .lora_expand import lora_expand_kernel
 from .lora_shrink import lora_shrink_kernel
 
 NARROW = 64  # tokens per group up to which the smallest tile is used
-FIXED_CHUNK = 1024  # columns of one range of K where the split depends on K alone
+FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
 
 
@@ -32,7 +32,6 @@ class Tiles:
     block_k: int
     block_n: int
     warps: int = 4
-    stages: int = 3
 
 
 FIXED = Tiles(16, 16, 64, 64)
@@ -51,9 +50,8 @@ def tile_bound(rows: int, tokens: int, groups: int, block: int) -> int:
 def tiles(tokens: int, groups: int, max_rank: int, width: int) -> Tiles:
     """tokens: R * T; groups: slots that may share them; width: bytes of an element."""
     block_m = 16 if tokens <= NARROW * groups else 64
-    block_r = min(64, max(16, triton.next_power_of_2(max_rank)))
-    block_n = 128 if block_m == 64 or block_r < 64 else 64
-    return Tiles(block_m, block_r, 128 if width == 2 else 64, block_n)
+    block_r = min(64 if width == 2 else 32, max(16, triton.next_power_of_2(max_rank)))
+    return Tiles(block_m, block_r, 128 if width == 2 else 64, 128)
 
 
 def fixed_split(k: int) -> int:
@@ -111,7 +109,8 @@ def shrink(
     t = FIXED if fixed else tiles(rows * tokens, groups, max_rank, x.element_size())
     count, blocks = tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(max_rank, t.block_r)
     if split is None:
-        split = fixed_split(k) if fixed else split_of(k, count * blocks * pieces, x.device)
+        by_k = fixed or x.dtype == torch.float32  # one long chain of sums would lose digits
+        split = fixed_split(k) if by_k else split_of(k, count * blocks * pieces, x.device)
     chunk = triton.cdiv(triton.cdiv(k, split), t.block_k) * t.block_k
     h = torch.empty(split, rows, tokens, pieces * max_rank, dtype=torch.float32, device=x.device)
     if h.numel() and k:
@@ -123,7 +122,7 @@ def shrink(
                 flat.stride(0), a.stride(0), h.stride(2), h.stride(0),
             ),
             SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_K=t.block_k,
-            EVEN_K=k % t.block_k == 0, PRECISION=precision(x.dtype), num_warps=t.warps, num_stages=t.stages,
+            EVEN_K=k % t.block_k == 0, PRECISION=precision(x.dtype), num_warps=t.warps, num_stages=3,
         )  # fmt: skip
     return h
 
@@ -142,7 +141,7 @@ def expand(
     flat, groups = _flat(y), min(rows, slots + 1)
     columns = h if h.stride(3) == 1 and h.stride(1) == tokens * h.stride(2) else h.contiguous()
     max_rank = h.shape[3] // pieces
-    t = FIXED if fixed else tiles(rows * tokens, groups, 64 if own_columns else max_rank, b.element_size())
+    t = FIXED if fixed else tiles(rows * tokens, groups, 16 if own_columns else min(max_rank, 32), b.element_size())
     _launch(
         lora_expand_kernel,
         (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(n, t.block_n) + pieces - 1),
@@ -152,6 +151,6 @@ def expand(
         ),
         SLICES=pieces, PLANES=h.shape[0], OWN_COLUMNS=own_columns, SCALE=scale is not None, BIAS=bias is not None,
         SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_N=t.block_n,
-        PRECISION=precision(b.dtype), num_warps=t.warps, num_stages=t.stages,
+        PRECISION=precision(b.dtype), num_warps=t.warps, num_stages=1,
     )  # fmt: skip
     return out

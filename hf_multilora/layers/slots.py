@@ -16,8 +16,10 @@ BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see Modu
 # Tokens of a call up to which one dense matmul over the rank rows of all slots is used, beyond it grouped operations.
 # On a CPU the dense one was faster at 8 tokens and 8 adapters, the grouped ones at 512.
 DENSE_TOKENS_CPU = 32
-DENSE_TOKENS_TRITON = 4096  # with the augmented weight, whose columns must also be few beside those of the weight
-DENSE_SHARE = 4  # at most 1 rank row to so many columns
+# With Triton the augmented weight serves tokens x rank rows up to DENSE_WORK, in all linears of an 8B shape on an H200
+# faster than shrink + expand, or as fast; beyond, the other slots' rank rows cost more than they save.
+DENSE_WORK = 1 << 20
+DENSE_ROWS = 4096  # and these are read whatever the batch holds
 
 
 class ModuleSlots:
@@ -108,8 +110,8 @@ class ModuleSlots:
         if self.backend.name == TORCH:
             self.dense_tokens = sys.maxsize if self.a.is_cuda else DENSE_TOKENS_CPU
         else:
-            dense = self.laid and width * DENSE_SHARE <= self.out_features and not self.backend.fixed
-            self.dense_tokens = DENSE_TOKENS_TRITON if dense else 0
+            dense = self.laid and not self.backend.fixed and width <= DENSE_ROWS
+            self.dense_tokens = DENSE_WORK // max(width, 1) if dense else 0
 
     def tables(self, slot: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """order, offsets, starts, ranks: what the grouped operations take. slot: for one row, which has that slot."""
@@ -118,10 +120,13 @@ class ModuleSlots:
         assert rows is not None
         return rows.order, rows.offsets, self.layout.starts, self.layout.ranks
 
-    def reserve(self, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make room for `capacity` rank rows; rows in use keep their place."""
+    def reserve(self, capacity: int, device: torch.device, dtype: torch.dtype) -> Pool | None:
+        """Make room for `capacity` rank rows; rows in use keep their place. Returns what `restore` takes, None where
+        nothing was done.
+        """
         if capacity <= self.rows.capacity and self.a.device == device and self.a.dtype == dtype:
-            return
+            return None
+        before = self.a, self.b, self.laid, self.rows.capacity, dict(self.rows.spans)
         capacity = max(capacity, self.rows.capacity)
         with torch.inference_mode(False), torch.no_grad():
             a = torch.zeros(capacity, self.in_features, device=device, dtype=dtype)
@@ -130,13 +135,10 @@ class ModuleSlots:
             a[:end], b[:end] = self.a[:end], self.b[:end]
         self.a, self.b, self.rows.capacity, self.laid = a, b, capacity, False
         self.look()
+        return before
 
-    def pool(self) -> tuple[Tensor, Tensor, bool, int, dict[int, tuple[int, int]]]:
-        """What `restore` takes. It keeps the pool's memory."""
-        return self.a, self.b, self.laid, self.rows.capacity, dict(self.rows.spans)
-
-    def restore(self, pool: tuple[Tensor, Tensor, bool, int, dict[int, tuple[int, int]]]) -> None:
-        """Undo a `reserve` that gave new memory, with what came after it: the old memory was only read."""
+    def restore(self, pool: Pool) -> None:
+        """Undo a `reserve` and what came after it: the memory from before was only read."""
         self.a, self.b, self.laid, self.rows.capacity, self.rows.spans = pool
         self.look()
 
@@ -169,15 +171,10 @@ class ModuleSlots:
             self.a[:end], self.b[:end] = a, b
             raise
 
-    def clear(self, slot: int) -> None:
-        """Give up the rows of `slot`; nothing of the tenant stays behind."""
-        span = self.rows.spans.get(slot)
-        if span is not None:
-            start, r = span
-            with torch.no_grad():
-                self.a[start : start + r].zero_()
-                self.b[start : start + r].zero_()
-            self.rows.free(slot)
+    def tenant(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Rows of A and B that `slot` owns."""
+        start, r = self.rows.spans[slot]
+        return self.a[start : start + r], self.b[start : start + r]
 
     def settle(self, layout: Layout | None) -> None:
         """Take the layout that describes the rows as they now are."""
