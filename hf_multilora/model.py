@@ -50,6 +50,7 @@ class MultiLoRAModel:
         target_modules: Sequence[str] | str | None = None,
         fully_sharded_loras: bool = False,
         backend: str = "auto",
+        deterministic: bool = False,
         auto_class: str | type | None = None,
         **transformers_kwargs: Any,
     ) -> Any:
@@ -65,7 +66,8 @@ class MultiLoRAModel:
             lora_dtype: dtype of A and B; "auto": that of each base module.
             target_modules: narrows what adapters may have trained: names, a regex, or "all-linear".
             fully_sharded_loras: for tensor-parallel bases, which are not supported yet: must be False.
-            backend: "auto" or "torch".
+            backend: what computes the deltas: "triton" (on CUDA devices), "torch", or "auto": Triton where it can.
+            deterministic: a row's delta does not depend on what else is in the batch, at the price of speed.
             auto_class: Transformers class (or its name) for the base; None: from the adapters' task_type, else the
                 config's architecture.
             transformers_kwargs: all else goes to Transformers' `from_pretrained`.
@@ -77,8 +79,9 @@ class MultiLoRAModel:
         from .loading import load
 
         config = MultiLoRAConfig(
-            max_loras, max_cpu_loras, max_lora_rank, lora_dtype, target_modules, fully_sharded_loras, backend
-        )
+            max_loras, max_cpu_loras, max_lora_rank, lora_dtype, target_modules, fully_sharded_loras, backend,
+            deterministic,
+        )  # fmt: skip
         return load(base, adapters, config, auto_class, transformers_kwargs)
 
     @classmethod
@@ -89,9 +92,9 @@ class MultiLoRAModel:
         budget: int | str | None = None, **transformers_kwargs: Any,
     ) -> MemoryPlan:  # fmt: skip
         """The bytes that `from_pretrained` with the same arguments will need, reading no weight of the base: see
-        `hf_multilora.plan.plan`. budget: bytes of device memory for adapters, or "2GB", to learn how many fit.
+        `hf_multilora.planning.plan`. budget: bytes of device memory for adapters, or "2GB", to learn how many fit.
         """
-        from .plan import plan
+        from .planning import plan
 
         config = MultiLoRAConfig(max_loras, None, max_lora_rank, lora_dtype, target_modules)
         return plan(base, adapters, config, auto_class, budget, transformers_kwargs)
