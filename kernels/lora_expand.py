@@ -32,7 +32,7 @@ def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
     return piece, first, width, offset, column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_kernel(
     y, h, b, out, order, offsets, starts, ranks, slices, scale, bias,
     rows, tokens, n, slots, max_rank, stride_y, stride_h, stride_out, plane,

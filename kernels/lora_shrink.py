@@ -8,7 +8,7 @@ import triton.language as tl
 from .tiles import find_tile, tokens_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "slots", "blocks"])  # one compiled kernel for all batches
 def lora_shrink_kernel(
     x, a, h, order, offsets, starts, ranks,
     rows, tokens, k, slots, max_rank, blocks, chunk, stride_x, stride_a, stride_h, plane,

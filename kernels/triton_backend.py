@@ -56,13 +56,18 @@ def tiles(tokens: int, groups: int, max_rank: int, width: int) -> Tiles:
 
 def fixed_split(k: int) -> int:
     """Ranges that K is cut into, by K alone."""
-    return max(1, min(MAX_SPLIT, k // FIXED_CHUNK))
+    return _power(min(MAX_SPLIT, k // FIXED_CHUNK))
+
+
+def _power(split: int) -> int:
+    """The power of two below: each number of ranges is an expand kernel of its own."""
+    return 1 << (max(1, split).bit_length() - 1)
 
 
 def split_of(k: int, programs: int, device: torch.device) -> int:
     """Ranges that K is cut into, each summed by a program of its own, to occupy the device."""
     wanted = triton.cdiv(2 * processors(device), programs)  # two waves
-    return max(1, min(MAX_SPLIT, wanted, k // 256))
+    return _power(min(MAX_SPLIT, wanted, k // 256))
 
 
 def precision(dtype: torch.dtype) -> str:
