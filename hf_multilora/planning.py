@@ -1,0 +1,179 @@
+"""What adapters will cost, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .catalogue import Entry, check_name
+from .config import MultiLoRAConfig
+from .formats import Adapter, AdapterError, LoraFactors, ModuleShape
+from .formats.keys import covers, listed
+from .loading import checkpoint_renames, name_adapters, progress, require_no_arguments, require_patchable
+from .model import MultiLoRAModel
+from .patches.facts import facts_of
+from .plan import MemoryPlan, ModulePlan
+from .pool import pool_rows
+from .runtime import Reader, Runtime
+from .skeleton import read_for_skeleton, skeleton
+
+
+def plan(
+    base: Any,
+    adapters: Sequence[str] | Mapping[str, str],
+    config: MultiLoRAConfig,
+    auto_class: Any,
+    budget: int | str | None,
+    kwargs: dict[str, Any],
+) -> MemoryPlan:
+    """See MultiLoRAModel.plan; the arguments are those of `from_pretrained`.
+
+    base: a folder or Hub id, of which only the config is read; a loaded PreTrainedModel, which is not changed; or a
+        MultiLoRAModel, whose registered adapters count too (one given under the same name stands in for it). A
+        MultiLoRAModel is planned for the settings given here, not for those it was loaded with.
+    adapters: read and checked as `from_pretrained` does, so one that it would refuse is refused here. One check is left
+        out where `base` is a folder or Hub id: that copies of the base's weights in an adapter file hold its values.
+    max_lora_rank: without adapters, every module that target_modules allows (None: "all-linear") gets a pool of
+        max_loras * max_lora_rank rank rows.
+
+    Raises what `from_pretrained` raises for settings and adapters, and ValueError for a budget that is not positive,
+    where there are neither adapters nor max_lora_rank, for target_modules without a module (if there are no adapters),
+    and for a base whose parameters its config does not tell (quantized, sharded, without a dtype).
+    """
+    surplus = sorted(kwargs.keys() & config.__dataclass_fields__.keys())
+    if surplus:
+        raise TypeError(f"plan must be called without {surplus}: no plan depends on them; leave them out")
+    named = name_adapters(adapters)
+    room = None if budget is None else budget_bytes(budget)
+    model, read = _model_and_reader(base, named, auto_class, kwargs)
+    if not named and config.max_lora_rank is not None and config.target_modules is None and not _own(model):
+        config = replace(config, target_modules="all-linear")
+    probe = Runtime(model, config, facts_of(model.config), checkpoint_renames(model))
+    first, census = probe.paths(), probe.census()
+    ranks: dict[str, Mapping[str, int]] = {}
+    sizes: dict[str, int] = {}
+    for entry in _own(model):
+        if entry.name not in named:
+            ranks[entry.name], sizes[entry.name] = entry.ranks, _registered_bytes(entry, model._multilora, probe)
+    for name, path in progress(named):
+        check_name(name)
+        adapter = read(probe, path)
+        sizes[name] = probe.pack(adapter).nbytes
+        ranks[name] = {first[id(model.get_submodule(m))]: pair.r for m, pair in adapter.factors.items()}
+    wanted = {module for each in ranks.values() for module in each}
+    if not ranks:
+        wanted = {first[id(model.get_submodule(m))] for m in allowed_modules(probe, census)}
+    modules = [name for name in first.values() if name in wanted]  # in the model's order
+    dtypes = {name: probe.dtype_of(model.get_submodule(name)) for name in modules}
+
+    def rows(name: str, slots: int) -> int:
+        return pool_rows((each.get(name, 0) for each in ranks.values()), slots, config.max_lora_rank)
+
+    def cost(name: str, slots: int) -> int:
+        return rows(name, slots) * (census[name].in_features + census[name].out_features) * dtypes[name].itemsize
+
+    def total(slots: int) -> int:
+        return sum(cost(name, slots) for name in modules)
+
+    per_module = {
+        name: ModulePlan(
+            rows(name, config.max_loras), cost(name, config.max_loras), census[name].in_features,
+            census[name].out_features, dtypes[name],
+        )
+        for name in modules
+    }  # fmt: skip
+    fits = None
+    if room is not None and config.max_lora_rank is not None:
+        fits = room // total(1)
+    elif room is not None:
+        fits = bisect_right(range(1, len(ranks) + 1), room, key=total)
+    base_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return MemoryPlan(per_module, base_bytes, sizes, config.max_loras, room, fits)
+
+
+def budget_bytes(budget: int | str) -> int:
+    """Bytes of 1000, "2GB" or "1.5GiB". Raises TypeError and ValueError for what is not a positive size."""
+    from accelerate.utils import convert_file_size_to_int
+
+    if isinstance(budget, bool) or not isinstance(budget, (int, str)):
+        raise TypeError(f"budget must be bytes or a size like '2GB', got {budget!r}")
+    try:
+        size = convert_file_size_to_int(budget)
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise ValueError(f"budget must be a positive number of bytes or a size like '2GB', got {budget!r}")
+    return size
+
+
+def allowed_modules(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[str]:
+    """The modules that target_modules allows. Raises ValueError where it names one that is not there."""
+    if probe.config.max_lora_rank is None:
+        raise ValueError("a plan needs adapters, or max_lora_rank to plan for any; got neither")
+    given = probe.config.target_modules
+    targets = probe.reading()["target_modules"]  # "all-linear" spelled out
+    names = [name for name, shape in census.items() if shape.kind != "other" and shape.refused is None]
+    try:
+        found = [name for name in names if covers(targets, name)]
+    except re.error as error:
+        raise ValueError(f"target_modules must be a regular expression, got {given!r}: {error}") from error
+    wanted: Iterable[str] = [] if given is None or isinstance(given, str) else given
+    absent = [target for target in wanted if not any(covers([target], name) for name in found)]
+    if absent or not found:
+        raise ValueError(
+            f"target_modules must name linears or embeddings of the base that adapters may train, got "
+            f"{listed(absent) or repr(given)}; the base has e.g. "
+            f"{listed(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
+        )
+    return found
+
+
+# -- the base --------------------------------------------------------------------------------------------------
+def _model_and_reader(
+    base: Any, adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Callable[[Runtime, str], Adapter]]:
+    from transformers import PreTrainedModel
+
+    if isinstance(base, (str, os.PathLike)):
+        return skeleton(base, adapters, auto_class, kwargs), read_for_skeleton
+    require_no_arguments(auto_class, kwargs)
+    if not isinstance(base, PreTrainedModel):
+        hint = "; take its adapters off first (unload()) and pass their folders" if hasattr(base, "unload") else ""
+        raise TypeError(f"base must be a folder, a Hub id or a PreTrainedModel, got {type(base).__name__}{hint}")
+    model: Any = base
+    if not isinstance(model, MultiLoRAModel):
+        require_patchable(model)
+    return model, lambda probe, path: Reader(probe, path)()
+
+
+def _own(model: Any) -> list[Entry]:
+    """The entries of the adapters that are registered on a MultiLoRAModel."""
+    runtime: Runtime | None = model.__dict__.get("_multilora")
+    return [] if runtime is None else list(runtime.store.catalogue)
+
+
+def _registered_bytes(entry: Entry, runtime: Runtime, probe: Runtime) -> int:
+    """Host bytes of a registered adapter under the settings of the plan, which it must satisfy."""
+    bound, targets = probe.config.max_lora_rank, probe.reading()["target_modules"]
+    if bound is not None and max(entry.ranks.values()) > bound:
+        raise AdapterError(
+            f"adapter {entry.name!r}: rank must be at most {bound} (max_lora_rank), got {max(entry.ranks.values())}; "
+            f"raise max_lora_rank"
+        )
+    outside = [module for module in entry.ranks if targets is not None and not covers(targets, module)]
+    if outside:
+        raise AdapterError(
+            f"adapter {entry.name!r} trained {listed(outside)}, but target_modules={targets!r} does not allow that "
+            f"here; widen target_modules or plan without it"
+        )
+    if probe.config.dtype == runtime.config.dtype:
+        return entry.nbytes
+    if entry.reader is not None:
+        return probe.pack(entry.reader()).nbytes
+    assert entry.host is not None  # it came from memory and stays there
+    factors = {name: LoraFactors(a, b.t(), 1.0) for name, (a, b) in entry.host.factors.items()}
+    return probe.pack(Adapter(entry.source, entry.digest, entry.base_model, factors)).nbytes
