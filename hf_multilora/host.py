@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,15 +76,23 @@ class HostAdapter:
         """Whether the buffer is page-locked."""
         return self._unpin is not None
 
-    def on(self, device: torch.device, names: Iterable[str]) -> list[Tensor]:
+    @contextmanager
+    def on(self, device: torch.device, names: Iterable[str]) -> Iterator[list[Tensor]]:
         """A, B, A, B, ... of these modules on `device`: views of one copy of the bytes from their first to their last.
 
-        The copy is done when this returns (there is none to the host itself): from then on the buffer may be freed or
-        written, which nothing could keep a copy under way from reading.
+        On a CUDA device the copy is under way on the current stream while the block runs, and done when it ends, also
+        by an error: from then on the buffer may be freed or unpinned, which no copy under way would wait for.
         """
         places = [place for name in names for place in self.places[name]]
-        start, end = min(place.offset for place in places), max(place.end for place in places)
-        return _views(self.flat[start:end].to(device), places, start)
+        start, last = min(place.offset for place in places), max(places, key=lambda place: place.offset)
+        cuda = device.type == "cuda"
+        copied = self.flat[start : last.end].to(device, non_blocking=cuda)  # on the host itself: no copy
+        done = torch.cuda.current_stream(device).record_event() if cuda else None
+        try:
+            yield _views(copied, places, start)
+        finally:
+            if done is not None:
+                done.synchronize()
 
     def pin(self) -> None:
         """Page-lock the buffer in place, so that a copy to a CUDA device is one transfer; where that fails, warn.

@@ -16,7 +16,7 @@ from .host import HostAdapter, host_budget, out_of_memory, pack
 from .kernels.backends import choose
 from .layers import ModuleSlots, unwrap, wrap
 from .layers.augmented import prepare
-from .layers.slots import home_of
+from .layers.slots import Pool, home_of
 from .patches.facts import Facts
 from .pool import Layout, pool_rows
 from .routing import Routing
@@ -156,20 +156,17 @@ class Residency:
         Raises CapacityError where the memory of a device runs out.
         """
         self.empty(slot)  # an interrupt may have left rows there
-        grown: list[tuple[ModuleSlots, Any]] = []
+        grown: list[tuple[ModuleSlots, Pool]] = []
         try:
-            self._make_room(host, grown)
-            targets: dict[torch.device, list[Tensor]] = {}
-            names: dict[torch.device, list[str]] = {}
-            for name, (a, _) in host.places.items():
-                slots = self.sites[name][1]
-                names.setdefault(slots.a.device, []).append(name)
-                targets.setdefault(slots.a.device, []).extend(slots.place(slot, a.shape[0]))
-            for device, rows in targets.items():
+            for device, names in self._make_room(host, grown).items():
                 if device.type == "cuda":
                     host.pin()
                 try:
-                    torch._foreach_copy_(rows, host.on(device, names[device]))
+                    with host.on(device, names) as sources:
+                        targets: list[Tensor] = []
+                        for name in names:
+                            targets += self.sites[name][1].place(slot, host.places[name][0].shape[0])
+                        torch._foreach_copy_(targets, sources)
                 except RuntimeError as error:
                     self._require_room("the copy of its factors", host.nbytes, device, error)
                     raise
@@ -178,23 +175,26 @@ class Residency:
                 slots.restore(pool)
             raise
 
-    def _make_room(self, host: HostAdapter, grown: list[tuple[ModuleSlots, Any]]) -> None:
-        """Let pools grow until the adapter fits; what they were goes to `grown`."""
+    def _make_room(self, host: HostAdapter, grown: list[tuple[ModuleSlots, Pool]]) -> dict[torch.device, list[str]]:
+        """Let pools grow until the adapter fits; what they were goes to `grown`. Returns the modules by device."""
         needs = {name: self.sites[name][1].rows.used + a.shape[0] for name, (a, _) in host.places.items()}
-        small = [name for name, need in needs.items() if need > self.sites[name][1].rows.capacity]
+        small = {name for name, need in needs.items() if need > self.sites[name][1].rows.capacity}
         planned = self.capacities() if small else {}
+        homes: dict[torch.device, list[str]] = {}
         for name, need in needs.items():
             module, slots = self.sites[name]
             device, dtype = home_of(module, module._parameters.get("weight")), self.dtype_of(module)
-            need, pool = max(need, planned[name] if name in small else 0), slots.pool()
+            rows = max(need, planned[name]) if name in small else need
             try:
-                slots.reserve(need, device, dtype)
+                pool = slots.reserve(rows, device, dtype)
             except RuntimeError as error:
-                size = need * (slots.in_features + slots.out_features) * dtype.itemsize
-                self._require_room(f"{name}'s pool of {need} rank rows", size, device, error)
+                size = rows * (slots.in_features + slots.out_features) * dtype.itemsize
+                self._require_room(f"{name}'s pool of {rows} rank rows", size, device, error)
                 raise
-            if slots.a is not pool[0]:
+            if pool is not None:
                 grown.append((slots, pool))
+            homes.setdefault(device, []).append(name)
+        return homes
 
     def _require_room(self, what: str, size: int, device: torch.device, error: RuntimeError) -> None:
         """Raises CapacityError where memory ran out."""
@@ -210,9 +210,15 @@ class Residency:
             f"max_lora_rank={self.config.max_lora_rank}); lower max_loras or max_lora_rank, or free memory there"
         ) from error
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def empty(self, slot: int) -> None:
+        """Give up the rows of a slot, all wiped at once; nothing of the tenant stays behind."""
         self._stale = True
-        for _, slots in self.sites.values():
+        held = [slots for _, slots in self.sites.values() if slot in slots.rows.spans]
+        if held:
+            torch._foreach_zero_([rows for slots in held for rows in slots.tenant(slot)])
+        for slots in held:
             slots.clear(slot)
 
     def refresh(self) -> None:

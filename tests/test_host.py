@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
-import gc
-import logging
 import mmap
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_multilora.formats import Adapter, AdapterError, LoraFactors
-from hf_multilora.host import ALIGN, HOST_SHARE, HostAdapter, HostMemoryError, host_budget, own_pages, pack
+from hf_multilora.host import ALIGN, HostAdapter, HostMemoryError, own_pages, pack
 from tests.tiny import Family, assert_rows, llama, logits, same_ids
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,12 +69,11 @@ def test_a_flat_buffer_holds_every_factor(dtype: torch.dtype, stored: torch.dtyp
 @pytest.mark.parametrize("names", [["m0"], ["m3", "m4"], ["m4", "m1"], ["m0", "m1", "m2", "m3", "m4"]])
 def test_a_copy_for_some_modules(names: list[str]) -> None:
     host = packed(random_adapter())
-    copies = host.on(torch.device("cpu"), names)
     want = [factor for name in names for factor in host.factors[name]]
-    assert len(copies) == len(want) and all(map(torch.equal, copies, want))
-    part = HostAdapter(host.flat.clone(), host.places).on(torch.device("cpu"), names)
-    part[0].zero_()
-    assert want[0].any(), "another buffer"
+    with host.on(torch.device("cpu"), names) as copies:
+        assert len(copies) == len(want) and all(map(torch.equal, copies, want))
+    with HostAdapter(host.flat.flip(0), host.places).on(torch.device("cpu"), names) as others:
+        assert not any(map(torch.equal, others, want)), "it is the buffer's own bytes that are compared"
 
 
 def test_modules_of_different_dtypes() -> None:
@@ -213,6 +208,27 @@ def test_no_memory_for_the_buffer(monkeypatch: pytest.MonkeyPatch, error: Except
 
 
 # -- copies of a model ------------------------------------------------------------------------------
+class Cudart:
+    """The part of CUDA's runtime that registers memory."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.registered, self.calls = code, dict[int, int](), 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls += 1
+        assert flags == 1 and address % mmap.PAGESIZE == 0
+        if not self.code:
+            self.registered[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"error {code} of the driver"
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda host: pickle.loads(pickle.dumps(host))], ids=["copy", "pickle"])
 def test_a_copy_is_another_buffer(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
     adapter = random_adapter()
@@ -242,140 +258,3 @@ def test_buffers_share_no_memory_page() -> None:
         storage = buffer.untyped_storage()
         last = -(-(buffer.data_ptr() + buffer.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         assert buffer.data_ptr() % mmap.PAGESIZE == 0 and last <= storage.data_ptr() + storage.nbytes()
-
-
-# -- page-locking -----------------------------------------------------------------------------------
-class Cudart:
-    """The part of CUDA's runtime that registers memory."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code, self.registered, self.calls = code, dict[int, int](), 0
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.calls += 1
-        assert flags == 1 and address % mmap.PAGESIZE == 0
-        if not self.code:
-            self.registered[address] = size
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
-
-    def cudaGetErrorString(self, code: int) -> str:
-        return f"error {code} of the driver"
-
-
-@pytest.fixture
-def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
-    runtime = Cudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    return runtime
-
-
-def test_a_buffer_is_registered_once_and_let_go_of(cudart: Cudart) -> None:
-    host = packed(random_adapter())
-    host.pin(), host.pin()
-    assert host.pinned and cudart.calls == 1
-    assert cudart.registered == {host.flat.data_ptr(): host.nbytes}, "its exact bytes"
-    memory, view = StorageWeakRef(host.flat.untyped_storage()), host.factors["m1"][0]
-    want = view.clone()
-    del host
-    gc.collect()
-    assert cudart.registered == {} and not memory.expired() and torch.equal(view, want)
-    del view
-    assert memory.expired()
-
-
-def test_memory_lives_until_it_is_unregistered(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, alive = packed(random_adapter()), []
-    memory = StorageWeakRef(host.flat.untyped_storage())
-    monkeypatch.setattr(cudart, "cudaHostUnregister", lambda address: alive.append(not memory.expired()) or 0)
-    host.pin()
-    del host
-    gc.collect()
-    assert alive == [True] and memory.expired()
-
-
-def test_a_driver_that_refuses_is_named_once(
-    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr("hf_multilora.host.take_cuda_error", lambda: taken.append(1))
-    cudart.code = 2001
-    hosts = [packed(random_adapter()) for _ in range(2)]
-    with caplog.at_level(logging.WARNING):
-        for host in hosts:
-            host.pin()
-    assert [("error 2001 of the driver" in r.message, "ulimit -l" in r.message) for r in caplog.records] == [
-        (True, True)
-    ]
-    assert not any(host.pinned for host in hosts) and taken == [1, 1]
-    assert_holds(hosts[0], random_adapter())
-    cudart.code = 0
-    hosts[0].pin()
-    assert hosts[0].pinned
-
-
-def test_adapters_of_a_cuda_model_are_pinned_when_loaded(
-    tmp_path: Path, cudart: Cudart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = Family(llama(num_hidden_layers=1), tmp_path, {"x": {"r": 3}, "y": {"r": 2}})
-    model = own.model("x")
-    assert model.memory_report().host_pinned_bytes == 0 and cudart.registered == {}
-    monkeypatch.setattr("hf_multilora.residency.home_of", lambda module, weight: torch.device("cuda", 0))
-    model.load_adapter(str(own.paths["y"]), "y")
-    report, host = model.memory_report(), model._multilora.store.catalogue.entry("y").host
-    assert report.host_pinned_bytes == host.nbytes < report.host_bytes and report.host_adapters == 2
-    assert cudart.registered == {host.flat.data_ptr(): host.nbytes} and "pinned" in str(report)
-    del host
-    model.delete_adapter("y")
-    assert cudart.registered == {} and model.memory_report().host_pinned_bytes == 0
-
-
-# -- how much ---------------------------------------------------------------------------------------
-V2 = ("memory.max", "memory.current")
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-STAT = "anon 1\ninactive_file {}\ntotal_inactive_file {}"
-
-
-@pytest.mark.parametrize(
-    ("lines", "groups", "room"),
-    [
-        ("", {}, 1000),
-        ("0::/a/b", {"a/b": (V2, "max", 7, 0)}, 1000),
-        ("0::/a/b", {"a/b": (V2, 900, 500, 0)}, 400),
-        ("0::/a/b", {"a/b": (V2, 900, 500, 300)}, 700),
-        ("0::/a/b", {"a/b": (V2, 900, 500, 0), "a": (V2, 600, 550, 0)}, 50),
-        ("0::/seen/from/outside", {".": (V2, 900, 500, 0)}, 400),
-        (
-            "9:name=systemd:/\n4:cpu,memory:/x\n0::/",
-            {"memory/x": (V1, 800, 600, 40), "memory": (V1, 1 << 63, 1, 0)},
-            240,
-        ),
-        ("0::/", {".": (V2, 10, 50, 0)}, 0),
-    ],
-    ids=["no group", "no limit", "v2", "file cache", "parent", "container", "v1", "above the limit"],
-)
-def test_the_share_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, groups: Mapping[str, Any], room: int
-) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(lines)
-    for name, (files, limit, used, cache) in groups.items():
-        group = tmp_path / "sys/fs/cgroup" / name
-        group.mkdir(parents=True, exist_ok=True)
-        for file, value in zip(files, (limit, used), strict=True):
-            (group / file).write_text(f"{value}\n")
-        own = (cache, 0) if files is V2 else (9, cache)
-        (group / "memory.stat").write_text(STAT.format(*own))
-    assert host_budget(tmp_path) == int(room * HOST_SHARE)
-
-
-def test_the_share_of_a_machine_without_control_groups(tmp_path: Path) -> None:
-    assert 0 < host_budget(tmp_path) <= psutil.virtual_memory().total * HOST_SHARE
-
-
-def test_the_share_on_this_machine() -> None:
-    assert 0 < host_budget() <= psutil.virtual_memory().total * HOST_SHARE

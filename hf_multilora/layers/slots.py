@@ -21,6 +21,8 @@ DENSE_TOKENS_CPU = 32
 DENSE_WORK = 1 << 20
 DENSE_ROWS = 4096  # and these are read whatever the batch holds
 
+Pool = tuple[Tensor, Tensor, bool, int, dict[int, tuple[int, int]]]  # A, B, laid, capacity, spans
+
 
 class ModuleSlots:
     """A [P, in] and B [P, out] of one module, rank rows handed out by `rows`. Lives in the module's `_lora`.
@@ -175,6 +177,10 @@ class ModuleSlots:
         """Rows of A and B that `slot` owns."""
         start, r = self.rows.spans[slot]
         return self.a[start : start + r], self.b[start : start + r]
+
+    def clear(self, slot: int) -> None:
+        """Give up the rows of `slot`, which the caller has wiped."""
+        self.rows.free(slot)
 
     def settle(self, layout: Layout | None) -> None:
         """Take the layout that describes the rows as they now are."""
