@@ -12,6 +12,7 @@ import torch
 
 from . import calls
 from .config import MultiLoRAConfig
+from .inherited import InheritedVerbs
 from .layers.base import state_of
 from .runtime import Reader, Runtime
 
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from .plan import MemoryPlan
     from .reports import MemoryReport
     from .verify import VerifyReport
+    from .warmup import WarmupReport
 
 
-class MultiLoRAModel:
+class MultiLoRAModel(InheritedVerbs):
     """Mixed in front of a model's own class by `from_pretrained`: the object is the real model, with these verbs.
 
     `forward` and `generate` take `adapter_names` (one name, or None for the base, per row) or `adapter_ids` (int64
@@ -126,11 +128,6 @@ class MultiLoRAModel:
         with runtime.request(ids):
             yield
 
-    def _expand_inputs_for_generation(self, *args: Any, expand_size: int = 1, **kwargs: Any) -> Any:
-        if self._multilora.routing.open:
-            self._multilora.routing.stack[-1].factors.add(expand_size)
-        return super()._expand_inputs_for_generation(*args, expand_size=expand_size, **kwargs)  # type: ignore[misc]
-
     # -- adapters --------------------------------------------------------------------------------------------
     def load_adapter(
         self, path: str, adapter_name: str | None = None, *, revision: str | None = None, subfolder: str = "",
@@ -175,10 +172,6 @@ class MultiLoRAModel:
         """Let an adapter be evicted again."""
         self._multilora.store.unpin(adapter_name)
 
-    def set_adapter(self, adapter_name: str | None) -> None:
-        """What rows get when a call names none: an adapter, which then keeps a slot, or None for the base."""
-        self._multilora.set_default(adapter_name)
-
     def list_adapters(self) -> list[dict[str, Any]]:
         """One row per adapter: name, id, source, base_model, digest, max_rank, modules (how many), bytes, on_device,
         in_host_memory, pinned, default.
@@ -199,65 +192,30 @@ class MultiLoRAModel:
 
         return verify(self, adapter_name, inputs)
 
+    def warmup(
+        self, inputs: Mapping[str, Any] | None = None, *, rows: Sequence[int] | None = None,
+        tokens: Sequence[int] = (1, 64, 512), max_seconds: float = 60.0, **generate_kwargs: Any,
+    ) -> WarmupReport:  # fmt: skip
+        """Have done what the first requests would wait for: pools and weights in place, kernels compiled, adapters in
+        slots.
+
+        Calls the model with mixed rows of every shape in rows x tokens, none of which starts after max_seconds. rows
+        None: 1 and max_loras. inputs: one row of forward's arguments where the model takes no token ids. With
+        generate_kwargs (max_new_tokens=8, cache_implementation="static", ...) it also generates, which compiles what
+        Transformers compiles. Needs no files: where no adapter is registered, dummies of rank max_lora_rank stand in,
+        and nothing of them is left but the pools. Raises ValueError where there is neither.
+        """
+        from .warmup import warmup
+
+        return warmup(self, inputs, rows, tokens, max_seconds, generate_kwargs)
+
     def unpatch(self) -> PreTrainedModel:
         """Give the bare model back, exactly as it was: same object, classes and weights, no trace of adapters."""
         from .loading import unpatch
 
         return unpatch(self)
 
-    # -- Transformers' own verbs for adapters ----------------------------------------------------------------
-    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Not here: adapters are loaded, not trained."""
-        raise NotImplementedError(
-            "adapters are read from checkpoints here: train with PEFT, then load_adapter(path, name)"
-        )
-
-    def enable_adapters(self) -> None:
-        """Not here: there is no one set of active adapters."""
-        raise NotImplementedError(
-            "name the adapter: pass adapter_names to the call, or set_adapter(name) for all calls"
-        )
-
-    def disable_adapters(self) -> None:
-        """Rows of calls that name no adapter get the base."""
-        self.set_adapter(None)
-
-    def active_adapters(self) -> list[str]:
-        """The default adapter, if there is one."""
-        default = self._multilora.default
-        return [] if default is None else [default]
-
-    @property
-    def active_adapter(self) -> list[str]:
-        """`active_adapters()`, as Transformers has it."""
-        return self.active_adapters()
-
-    # -- nn.Module and PreTrainedModel -----------------------------------------------------------------------
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        self._multilora.moved()
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The base's state dict: no name and no byte of an adapter, also where another module shares a laid weight."""
-        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        return state if kwargs.get("keep_vars") else self._multilora.without_buffers(state)
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""
-        self._multilora.give_up_embeddings("resize_token_embeddings")
-        return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
-
-    def set_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""
-        self._multilora.give_up_embeddings("set_input_embeddings")
-        return super().set_input_embeddings(*args, **kwargs)  # type: ignore[misc]
-
-    def set_output_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""
-        self._multilora.give_up_embeddings("set_output_embeddings")
-        return super().set_output_embeddings(*args, **kwargs)  # type: ignore[misc]
-
+    # -- nn.Module -------------------------------------------------------------------------------------------
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the base class: the mixed class has no import path of its own."""
         return rebuild_model, (type(self).__bases__[1],), state_of(self)

@@ -56,7 +56,7 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
     """
     runtime: Runtime = model._multilora
     entry = runtime.store.catalogue.entry(name)
-    inputs = _random_ids(model) if inputs is None else dict(inputs)
+    inputs = random_ids(model) if inputs is None else dict(inputs)
     rows = next((v.shape[0] for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
     if not rows:
         raise ValueError(f"inputs must hold tensors with rows in front (input_ids, ...), got {sorted(inputs)}")
@@ -80,11 +80,12 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
     return VerifyReport(name, ok, difference, base_difference, _gap(merged, base), tolerance, None if ok else where)
 
 
-def _random_ids(model: Any) -> dict[str, Tensor]:
+def random_ids(model: Any, rows: int = 2, tokens: int = 12) -> dict[str, Tensor]:
+    """Inputs of a model that takes token ids [rows, tokens]. Raises ValueError where it takes none."""
     if "input_ids" not in model._multilora.parameters:
         raise ValueError(f"{type(model).__name__} takes no input_ids; pass inputs=dict of its forward's arguments")
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (2, 12), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(0, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.flip(1)

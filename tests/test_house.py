@@ -39,14 +39,16 @@ EDGES: dict[str, set[str]] = {
     "reports": {*BELOW_MODEL, "runtime"},
     "verify": {*BELOW_MODEL, "runtime", "calls", "reports"},
     "plan": set(),
-    "model": {*BELOW_MODEL, "runtime", "calls", "reports", "verify", "plan", "collator"},
+    "inherited": {"runtime"},
+    "model": {*BELOW_MODEL, "inherited", "runtime", "calls", "reports", "verify", "plan", "collator"},
     "loading": {*BELOW_MODEL, "runtime", "model"},
     "skeleton": {*BELOW_MODEL, "runtime", "loading"},
     "planning": {*BELOW_MODEL, "runtime", "plan", "model", "loading", "skeleton"},
+    "warmup": {*BELOW_MODEL, "runtime", "planning", "verify"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }
 # The one way uphill: inside a function, where a method of the model hands over to the modules that make or plan models.
-IN_FUNCTIONS = {"model": {"loading", "planning"}}
+IN_FUNCTIONS = {"model": {"loading", "planning", "warmup"}}
 ABOVE = ("integrations", "cli", "server")  # these may import everything, and nothing may import them
 
 # Third-party packages by unit; without a row: the declared dependencies. What stands above the model may import any.

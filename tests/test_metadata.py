@@ -1,0 +1,109 @@
+"""What a call writes about its rows: once per change of (rows, slots), of the size of the rows, on every device once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_multilora.pool import Layout
+from hf_multilora.routing import Routing
+from tests.tiny import Family, ids, llama, logits
+
+ROWS, TOKENS = 3, 7
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    torch.manual_seed(0)
+    adapters: dict[str, dict[str, Any]] = {"a": {"r": 2}, "b": {"r": 5}, "c": {"r": 3, "targets": ["q_proj"]}}
+    return Family(llama(), tmp_path_factory.mktemp("adapters"), adapters)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The slots of every write of row tables."""
+    seen: list[tuple[int, ...]] = []
+    write = Routing._write
+
+    def counted(self: Routing, slots: tuple[int, ...]) -> None:
+        seen.append(slots)
+        write(self, slots)
+
+    monkeypatch.setattr(Routing, "_write", counted)
+    yield seen
+
+
+def generate(model: Any, names: list[str | None], **how: Any) -> torch.Tensor:
+    return model.generate(ids(len(names), TOKENS), adapter_names=names, max_new_tokens=6, do_sample=False, **how)
+
+
+def test_rows_are_written_once_per_change_not_per_token_or_layer(family: Family, writes: list[Any]) -> None:
+    model = family.model()
+    generate(model, ["a", None, "b"])
+    assert len(writes) == 1
+    generate(model, ["a", None, "b"])
+    assert len(writes) == 1, "the same rows again: they are there"
+    logits(model, ids(ROWS, 4), ["a", None, "b"])
+    assert len(writes) == 1, "another length: tables know nothing of tokens"
+    generate(model, ["b", None, "a"])
+    assert len(writes) == 2
+    generate(model, ["b", None, "a"], num_beams=2)
+    assert [len(slots) for slots in writes[2:]] == [6], "the beams' rows"
+
+
+def test_a_load_writes_the_layouts_that_changed_and_no_other(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family.model(max_loras=2)
+    logits(model, ids(2), ["a", "b"])
+    taken: list[Any] = []
+    take = Layout.take
+
+    def counted(self: Layout, spans: Any) -> None:
+        taken.append(spans != self.spans)
+        take(self, spans)
+
+    monkeypatch.setattr(Layout, "take", counted)
+    logits(model, ids(2), ["b", "a"])
+    assert not taken
+    logits(model, ids(2), ["b", "c"])
+    assert any(taken) and len(taken) <= 2, "q_proj differs from the other three: two layouts for eight modules"
+
+
+class Seen(TorchDispatchMode):
+    """Sizes of what is sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sorted: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "sort" in func.name() or "topk" in func.name():
+            self.sorted.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_of_the_size_of_tokens_is_sorted(family: Family) -> None:
+    model = family.model()
+    with Seen() as seen:
+        logits(model, ids(ROWS, 40), ["a", None, "b"])
+    assert seen.sorted == [ROWS]
+    with Seen() as control:
+        torch.argsort(torch.zeros(ROWS * 40))
+    assert control.sorted == [ROWS * 40]
+
+
+def test_layouts_keep_their_addresses_while_adapters_come_and_go(family: Family) -> None:
+    model = family.model("a", "b", max_loras=1, max_lora_rank=5)
+
+    def addresses() -> set[tuple[int, ...]]:
+        layouts = {id(s.layout): s.layout for _, s in model._multilora.sites.values()}
+        return {(x.owner.data_ptr(), x.starts.data_ptr(), x.ranks.data_ptr()) for x in layouts.values()}
+
+    logits(model, ids(2), ["a", None])
+    before = addresses()
+    logits(model, ids(2), ["b", None])
+    assert addresses() == before and len(before) == 1
+    assert {s.layout.spans[0][1] for _, s in model._multilora.sites.values()} == {5}, "control: b is in the slot"
