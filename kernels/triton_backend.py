@@ -66,7 +66,7 @@ def _power(split: int) -> int:
 
 def split_of(k: int, programs: int, device: torch.device) -> int:
     """Ranges that K is cut into, each summed by a program of its own, to occupy the device."""
-    wanted = triton.cdiv(2 * processors(device), programs)  # two waves
+    wanted = triton.cdiv(2 * processors(device), max(1, programs))  # two waves
     return _power(min(MAX_SPLIT, wanted, k // 256))
 
 
@@ -79,7 +79,7 @@ def precision(dtype: torch.dtype) -> str:
 
 def _flat(x: Tensor) -> Tensor:
     """[R, T, n] -> [R * T, n] whose last dimension lies together."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.flatten(0, 1)
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
@@ -118,7 +118,9 @@ def shrink(
         split = fixed_split(k) if by_k else split_of(k, count * blocks * pieces, x.device)
     chunk = triton.cdiv(triton.cdiv(k, split), t.block_k) * t.block_k
     h = torch.empty(split, rows, tokens, pieces * max_rank, dtype=torch.float32, device=x.device)
-    if h.numel() and k:
+    if not k:
+        h.zero_()
+    elif h.numel():
         _launch(
             lora_shrink_kernel,
             (count, pieces * blocks, split),

@@ -11,6 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before triton is imported: its kernels then run on CPU tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
