@@ -1,0 +1,196 @@
+"""From host memory to a CUDA device: page-locking, one copy per fill, memory that runs out or stays flat."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hf_multilora import CapacityError, MultiLoRAModel
+from hf_multilora.host import HostAdapter
+from tests.tiny import Family, assert_rows, llama, logits, same_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ADAPTERS: dict[str, dict[str, Any]] = {"a": {"r": 3}, "b": {"r": 5}, "c": {"r": 2}, "d": {"r": 8}}
+TOLERANCE = 1e-4  # float32 against float32 on the CPU
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    torch.manual_seed(0)
+    return Family(llama(), tmp_path_factory.mktemp("adapters"), ADAPTERS)
+
+
+def model_of(family: Family, *names: str, device: str = "cuda", dtype: Any = torch.float32, **settings: Any) -> Any:
+    base = copy.deepcopy(family.base).to(device, dtype)
+    paths = {name: str(family.paths[name]) for name in names or family.paths}
+    return MultiLoRAModel.from_pretrained(base, paths, **settings)
+
+
+def check(family: Family, model: Any, names: Any) -> None:
+    got = logits(model, same_ids(len(names)).cuda(), names).cpu()
+    assert_rows(got, family.truth(same_ids(len(names)), names), TOLERANCE)
+
+
+def host_of(model: Any, name: str) -> HostAdapter:
+    return model._multilora.store.catalogue.entry(name).host
+
+
+def transfers(work: Any) -> list[str]:
+    """Names of the copies from the host to a device while `work` runs."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    return [event.name for event in seen.events() if "Memcpy HtoD" in event.name]
+
+
+# -- page-locking -----------------------------------------------------------------------------------
+def test_host_copies_are_page_locked_and_let_go_of(family: Family) -> None:
+    model = model_of(family, "a", "b")
+    report = model.memory_report()
+    assert report.host_pinned_bytes == report.host_bytes > 0 and report.host_adapters == 2
+    host = host_of(model, "a")
+    assert host.pinned and host.flat.is_pinned() and host.flat.data_ptr() % mmap.PAGESIZE == 0
+    view = host.factors["model.layers.0.self_attn.q_proj"][0]
+    del host
+    model.delete_adapter("a")
+    gc.collect()
+    assert not view.is_pinned() and view.any(), "a view that is left is ordinary memory"
+    check(family, model, ["b", None])
+
+
+def test_host_copies_of_a_model_that_moves_to_the_device_are_pinned_at_use(family: Family) -> None:
+    model = model_of(family, "a", "b", device="cpu")
+    assert model.memory_report().host_pinned_bytes == 0
+    model.cuda()
+    check(family, model, ["a", None])
+    assert host_of(model, "a").flat.is_pinned() and not host_of(model, "b").flat.is_pinned()
+
+
+def test_copies_of_a_model_are_not_pinned_until_they_are_used(family: Family) -> None:
+    model = model_of(family, "a", "b")
+    check(family, model, ["a", None, "b"])
+    other = copy.deepcopy(model)
+    assert other.memory_report().host_pinned_bytes == 0 < model.memory_report().host_pinned_bytes
+    other.delete_adapter("b")
+    del model
+    gc.collect()
+    check(family, other, ["a", None])
+
+
+def test_memory_that_cannot_be_registered_is_used_as_it_is(family: Family) -> None:
+    """The same bytes twice: the driver refuses, and its error is not left for the next kernel to raise."""
+    model = model_of(family, "a")
+    host = host_of(model, "a")
+    again = HostAdapter(host.flat, host.places)
+    again.pin()
+    assert host.pinned and not again.pinned
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    check(family, model, ["a", None])
+
+
+# -- one copy ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fill_is_one_copy_and_bit_by_bit_what_the_host_holds(family: Family, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype=dtype, max_loras=3, max_lora_rank=8)
+    runtime = model._multilora
+    for name in ("a", "b", "c"):
+        runtime.fill({"a": 0, "b": 1, "c": 2}[name], host_of(model, name))
+    host = host_of(model, "d")
+    copies = transfers(lambda: runtime.fill(1, host))
+    assert len(copies) == 1 and "Pinned" in copies[0], copies
+    factors = [factor for pair in host.factors.values() for factor in pair]
+    assert len(transfers(lambda: [factor.to("cuda") for factor in factors])) == len(factors), "copies are seen"
+    for slot, name in ((0, "a"), (1, "d"), (2, "c")):
+        for module, (a, b) in host_of(model, name).factors.items():
+            on_device = runtime.sites[module][1].tenant(slot)
+            assert torch.equal(on_device[0].cpu(), a) and torch.equal(on_device[1].cpu(), b)
+    assert not torch.equal(on_device[0].cpu(), host.factors[module][0][:2]), "another adapter is told apart"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_two_devices_gets_one_copy_each(family: Family) -> None:
+    from accelerate import dispatch_model
+
+    parts = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    base = dispatch_model(copy.deepcopy(family.base), parts | {"model.rotary_emb": 0})
+    model = MultiLoRAModel.from_pretrained(base, {n: str(p) for n, p in family.paths.items()}, max_loras=2)
+    runtime, host = model._multilora, host_of(model, "b")
+    runtime.fill(0, host_of(model, "a"))
+    assert len(transfers(lambda: runtime.fill(1, host))) == 2
+    for module, (a, b) in host.factors.items():
+        on_device = runtime.sites[module][1].tenant(1)
+        assert on_device[0].get_device() == int("layers.1" in module)
+        assert torch.equal(on_device[0].cpu(), a) and torch.equal(on_device[1].cpu(), b)
+
+
+# -- memory -----------------------------------------------------------------------------------------
+def pools(model: Any) -> Any:
+    return {name: (s.a.data_ptr(), s.b.data_ptr(), s.rows.capacity) for name, (_, s) in model._multilora.sites.items()}
+
+
+def test_device_memory_that_runs_out_is_given_back(tmp_path: Path) -> None:
+    """Pools must grow by 4 MiB in each of 8 modules, and there is room for one segment of 20 MiB: it fails half way."""
+    torch.manual_seed(0)
+    base = llama(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8)
+    own = Family(base, tmp_path, {"a": {"r": 8}, "b": {"r": 4}, "big": {"r": 512}})
+    model = model_of(own, "a", "b", max_loras=3)
+    inputs = same_ids(3).cuda()
+    before = logits(model, inputs, ["a", None, "b"])
+    model.load_adapter(str(own.paths["big"]), "big")
+    held, rows, start = None, pools(model), torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect(), torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (24 << 20)) / total)
+    try:
+        for _ in range(3):
+            with pytest.raises(
+                CapacityError, match=r"'big' .*on cuda:0, which has \d+ free; .*lower max_loras"
+            ) as raised:
+                logits(model, inputs, ["a", "big", None])
+            assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+            del raised
+            gc.collect()
+            assert pools(model) == rows
+            held = held or torch.cuda.memory_allocated()
+            assert held - start < 1 << 20
+            assert torch.cuda.memory_allocated() == held, "a failed load keeps no memory"
+        torch.testing.assert_close(logits(model, inputs, ["a", None, "b"]), before)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    after = logits(model, inputs, ["a", "big", "b"])
+    assert pools(model) != rows
+    torch.testing.assert_close(after[[0, 2]], before[[0, 2]], atol=1e-2, rtol=1e-3)
+    assert (after[1] - before[1]).abs().max() > 1, "the row of the large adapter is not the base's"
+
+
+@pytest.mark.parametrize("host", [None, 3])
+def test_memory_is_flat_over_many_loads(family: Family, host: int | None) -> None:
+    model = model_of(family, max_loras=2, max_cpu_loras=host, max_lora_rank=8)
+    names = list(family.paths)
+
+    def use(turn: int) -> None:
+        check(family, model, [names[turn % 4], None, names[(turn + 1 + turn // 4 % 2) % 4]])
+
+    for turn in range(8):
+        use(turn)
+    gc.collect()
+    device, report, loads = torch.cuda.memory_allocated(), model.memory_report(), model._multilora.store.loads
+    for turn in range(50):
+        use(turn)
+    gc.collect()
+    assert model._multilora.store.loads > loads + 25, "adapters came and went"
+    assert torch.cuda.memory_allocated() == device
+    now = model.memory_report()
+    assert (now.device_bytes, now.host_adapters) == (report.device_bytes, report.host_adapters)
+    assert now.host_pinned_bytes == now.host_bytes
