@@ -13,7 +13,7 @@ from .census import take_census
 from .config import MultiLoRAConfig
 from .formats import Adapter, ModuleShape
 from .host import HostAdapter, host_budget, out_of_memory, pack
-from .kernels.backends import choose
+from .kernels.backends import Backend, choose
 from .layers import ModuleSlots, unwrap, wrap
 from .layers.augmented import prepare
 from .layers.slots import Pool, home_of
@@ -82,8 +82,20 @@ class Residency:
         del self.parents[name]
         unwrap(module)
 
+    def equip(self, slots: Collection[int]) -> None:
+        """Every module where one of these slots has rows gets its backend. Raises KernelError where it cannot be had."""
+        backends: dict[tuple[torch.device, torch.dtype], Backend] = {}
+        for _, site in self.sites.values():
+            if site.rows.spans.keys().isdisjoint(slots):
+                continue
+            where = site.a.device, site.a.dtype
+            if where not in backends:
+                backends[where] = choose(self.config.backend, self.config.deterministic, *where)
+            site.use(backends[where])
+
     def settle(self, slots: Collection[int]) -> None:
         """Before a request with these slots. Raises RuntimeError where its rows would lose a replaced module."""
+        self.equip(slots)
         for name, (module, site) in self.sites.items():
             prepare(module, site)
             if not self._in_place(name) and not site.rows.spans.keys().isdisjoint(slots):
@@ -222,8 +234,8 @@ class Residency:
             slots.clear(slot)
 
     def refresh(self) -> None:
-        """After slots changed: give every module the layout it shares with the modules whose pools look the same, and
-        its backend. A layout stays with its modules, so that captured graphs find it."""
+        """After slots changed: give every module the layout it shares with the modules whose pools look the same. A
+        layout stays with its modules, so that captured graphs find it."""
         if not self._stale:
             return
         groups: dict[Any, list[ModuleSlots]] = {}
@@ -234,7 +246,6 @@ class Residency:
                 if key is None:
                     slots.settle(None)
                     continue
-                slots.backend = choose(self.config.backend, self.config.deterministic, slots.a.device, slots.a.dtype)
                 groups.setdefault(key, []).append(slots)
             for (spans, width, bound, device), members in groups.items():
                 layout = members[0].layout
@@ -253,7 +264,8 @@ class Residency:
         self._stale = True
         dtypes = {name: self.dtype_of(module) for name, (module, _) in self.sites.items()}
         self.store.forget(lambda host: _outdated(host, dtypes))
-        self.refresh()
+        if self.routing.open:
+            self.refresh()
 
 
 def _outdated(host: HostAdapter, dtypes: Mapping[str, torch.dtype]) -> bool:

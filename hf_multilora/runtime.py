@@ -103,6 +103,11 @@ class Runtime(Residency):
             self.rest()
             entry = None if name is None else self.store.catalogue.entry(name)
             slots = self.seat([] if entry is None else [entry.id])
+            try:
+                self.equip(slots.values())
+            except BaseException:
+                self.store.release(slots)
+                raise
             old, self.default = self.default, name
             self.routing.stand(BASE if entry is None else slots[entry.id])
             if old is not None:
@@ -114,9 +119,12 @@ class Runtime(Residency):
             return
         ids = [] if self.default is None else [self.store.catalogue.entry(self.default).id]
         self.store.hold_only(ids)
+        slots = [self.store.slots[i] for i in ids]
         with self.store.lock:
-            self.refresh()
-        self.routing.stand(self.store.slots[ids[0]] if ids else BASE)
+            if self._stale:
+                self.refresh()
+                self.equip(slots)
+        self.routing.stand(slots[0] if slots else BASE)
 
     def require_default_whole(self) -> None:
         """Raises RuntimeError where a module that the default adapter trains was replaced."""

@@ -188,6 +188,12 @@ class ModuleSlots:
         self.layout = layout
         self.look()
 
+    def use(self, backend: Backend) -> None:
+        """Compute with this backend from now on."""
+        if backend is not self.backend:
+            self.backend = backend
+            self.look()
+
     def layout_key(self) -> tuple[Any, ...] | None:
         """What modules must have in common to share one Layout; None without adapters."""
         if not self.rows.spans:
