@@ -232,3 +232,21 @@ def test_a_file_that_was_cut_when_it_is_needed_again(family: Family, tmp_path: P
     file.unlink()
     model.delete_adapter("x")
     check(own, model, ["y", None])
+
+
+def test_adapters_are_looked_through_once_where_pools_grow(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at all where they need not: with thousands registered it must not be once per module."""
+    model, scans = family.model("a", "b", max_loras=2), [0]
+    capacities = type(model._multilora).capacities
+
+    def count(runtime: Any) -> dict[str, int]:
+        scans[0] += 1
+        return capacities(runtime)
+
+    monkeypatch.setattr(type(model._multilora), "capacities", count)
+    for names, want in ((["a", None], 1), (["b", "a"], 1), ([None, "b"], 1)):
+        check(family, model, names)
+        assert scans == [want]
+    model.load_adapter(str(family.paths["big"]), "big")
+    check(family, model, ["big", None])
+    assert scans == [2]
