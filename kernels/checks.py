@@ -34,6 +34,7 @@ def check_shrink(
         f"lora_shrink: x must be [R, T, K] and a [P, K], got {tuple(x.shape)} and {tuple(a.shape)}",
     )
     check_tables("lora_shrink", x.shape[0], order, offsets, starts, ranks)
+    _must(a.stride(1) == 1 or a.shape[1] <= 1, f"lora_shrink: a's rows must be contiguous, got strides {a.stride()}")
     _must(x.dtype == a.dtype, f"lora_shrink: x and a must have one dtype, got {x.dtype} and {a.dtype}")
     _must(max_rank >= 1 and split >= 1, f"lora_shrink: max_rank and split must be positive, got {max_rank}, {split}")
 
@@ -57,8 +58,9 @@ def check_expand(
         )
     else:
         _must(
-            slices.shape == (pieces, 3) and slices.dtype == torch.int64,
-            f"lora_expand: slices must be int64 [{pieces}, 3], got {slices.dtype} {tuple(slices.shape)}",
+            slices.shape == (pieces, 3) and slices.dtype == torch.int64 and slices.is_contiguous() and pieces > 1,
+            f"lora_expand: slices must be contiguous int64 [L, 3] with L = {pieces} above 1, got {slices.dtype} "
+            f"{tuple(slices.shape)}",
         )
     _must(b.is_contiguous(), f"lora_expand: b must be contiguous, got strides {b.stride()}")
     _must(

@@ -12,15 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from hf_multilora.kernels import ops
-from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED
+from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, has_triton, interpreted
 
 BASE = -1
 MIXES = ("all base", "one", "all distinct", "skewed")
-BACKENDS = (TORCH, TRITON, TRITON_FIXED)
+INTERPRETED = pytest.mark.skipif(
+    not (has_triton() and interpreted()), reason="Triton on the CPU needs TRITON_INTERPRET=1 before its import"
+)
+KERNELS = [pytest.param(name, marks=INTERPRETED) for name in (TRITON, TRITON_FIXED)]  # on the CPU
+BACKENDS = [TORCH, *KERNELS]
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, backend, has_triton, interpreted
+from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, backend
 from hf_multilora.kernels.torch_backend import add_one
 from tests.kernels import properties
-from tests.kernels.suite import BACKENDS, BASE, MIXES, case, run, within
+from tests.kernels.suite import BACKENDS, BASE, INTERPRETED, KERNELS, MIXES, case, run, within
 
-INTERPRETED = pytest.mark.skipif(
-    not (has_triton() and interpreted()), reason="Triton on the CPU needs TRITON_INTERPRET=1 before its import"
-)
-ALL = [pytest.param(name, marks=[] if name == TORCH else INTERPRETED) for name in BACKENDS]
-KERNELS = ALL[1:]
 HALVES = [torch.bfloat16, torch.float16]
 
 # What differs from case()'s defaults: R = 6, T = 7, K = 37, N = 51, S = 5, r = 8
@@ -39,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "two slices": {"widths": (64, 33)},
     "three slices": {"widths": (16, 130, 7), "r": 13, "epilogue": True, "strided": True},
 }
-ON_ALL = pytest.mark.parametrize("name", ALL)
+ON_ALL = pytest.mark.parametrize("name", BACKENDS)
 ON_KERNELS = pytest.mark.parametrize("name", KERNELS)
 
 
@@ -61,12 +56,16 @@ def test_triton_equals_a_loop_over_rows(r: int, mix: str) -> None:
     properties.check_numbers(case(dtype, r, 2, mix, rows=5), TRITON, own=r == 13)
 
 
-@ON_ALL
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_shapes(dtype: torch.dtype, shape: str, name: str) -> None:
-    if name != TORCH and (dtype == torch.float16) != (shape in ("whole tiles", "larger tiles", "three slices")):
-        pytest.skip("one dtype per shape in the interpreter")
+def test_shapes_with_torch(dtype: torch.dtype, shape: str) -> None:
+    properties.check_numbers(case(dtype, **SHAPES[shape]), TORCH)
+
+
+@ON_KERNELS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_with_triton(shape: str, name: str) -> None:
+    dtype = torch.float16 if shape in ("whole tiles", "larger tiles", "three slices") else torch.float32
     properties.check_numbers(case(dtype, **SHAPES[shape]), name)
 
 

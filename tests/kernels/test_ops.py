@@ -1,9 +1,9 @@
-"""lora_shrink, lora_expand and their dense forms against float64 and a loop over rows."""
+"""lora_shrink and lora_expand as registered operations: what torch.compile and autograd need, and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,263 +12,180 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_multilora.kernels import ops
-from hf_multilora.kernels.torch_backend import add_one, expand_gated
+from hf_multilora.kernels.backends import TORCH
+from tests.kernels.suite import BACKENDS, BASE, MIXES, Case, by_rows, case, mix_of, own_columns, run
 
-K, N, SLOTS, ROWS = 37, 51, 5, 6  # no multiples of a tile
-MIXES = {
-    "all base": [-1] * ROWS,
-    "one": [2] * ROWS,
-    "all distinct": [4, 0, 3, 1, 2, -1],
-    "skewed": [1, 1, -1, 1, 0, 1],
-}
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHRINK, EXPAND = torch.ops.hf_multilora.lora_shrink, torch.ops.hf_multilora.lora_expand
+ON_ALL = pytest.mark.parametrize("name", BACKENDS[:2])  # triton-fixed has the same registration
+FORMS = ["lora_shrink", "lora_expand", "three slices", "own columns"]
 
 
-@dataclass
-class Case:
-    x: Tensor  # [R, T, K]
-    y: Tensor  # [R, T, N]
-    a: Tensor  # [P, K]
-    b: Tensor  # [P, N]
-    slots: list[int]
-    starts: list[int]
-    ranks: list[int]
-
-    def tables(self, slots: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """order, offsets, starts, ranks, built row by row."""
-        slots = self.slots if slots is None else slots
-        order = [row for s in range(SLOTS) for row, own in enumerate(slots) if own == s]
-        offsets = [sum(own in range(s) for own in slots) for s in range(SLOTS + 1)]
-        order += [row for row, own in enumerate(slots) if own == -1]
-        return tuple(torch.tensor(t, dtype=torch.int32) for t in (order, offsets, self.starts, self.ranks))  # type: ignore[return-value]
-
-    def span(self, slot: int) -> slice:
-        return slice(self.starts[slot], self.starts[slot] + self.ranks[slot])
-
-    def closed(self, slots: Sequence[int] | None = None) -> Tensor:
-        closed = torch.ones(ROWS, self.a.shape[0], dtype=torch.bool)
-        for row, slot in enumerate(self.slots if slots is None else slots):
-            if slot >= 0:
-                closed[row, self.span(slot)] = False
-        return closed
-
-    @property
-    def max_rank(self) -> int:
-        return max(self.ranks)
-
-
-def case(dtype: torch.dtype = torch.float32, r: int = 8, tokens: int = 7, mix: str = "all distinct") -> Case:
-    ranks = [0 if mix == "skewed" else r, 3, r, max(1, r // 2), 1]  # exact; a slot may lack the module
-    starts = [5, 5 + r, 9 + r, 9 + 2 * r, 0]  # gaps, and not in the order of slots
-    rows = 9 + 3 * r + 2
-    x, y = torch.randn(ROWS, tokens, K), torch.randn(ROWS, tokens, N)
-    a, b = torch.randn(rows, K) / 4, torch.randn(rows, N) / 4
-    return Case(*(t.to(dtype) for t in (x, y, a, b)), MIXES[mix], starts, ranks)
-
-
-def by_rows(c: Case, dtype: torch.dtype, slots: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """h [R, T, max_rank] in the batch's own order and y + B^T h, row by row in `dtype`."""
-    h = torch.zeros(*c.x.shape[:2], c.max_rank, dtype=dtype)
-    out = c.y.to(dtype).clone()
-    for row, slot in enumerate(c.slots if slots is None else slots):
-        if slot >= 0:
-            a, b = c.a[c.span(slot)].to(dtype), c.b[c.span(slot)].to(dtype)
-            h[row, :, : len(a)] = c.x[row].to(dtype) @ a.T
-            out[row] = out[row] + h[row, :, : len(a)] @ b
-    return h, out
-
-
-def within(got: Tensor, c: Case, which: int) -> bool:
-    """Error against float64 at most twice that of the same formula in plain torch at the case's dtype, plus a floor."""
-    truth, plain = by_rows(c, torch.float64)[which], by_rows(c, c.x.dtype)[which]
-    floor = 2 * torch.finfo(c.x.dtype).eps * float(truth.abs().max())
-    own = float((plain.double() - truth).abs().max())
-    return float((got.double() - truth).abs().max()) <= 2 * own + floor
-
-
-def grouped(c: Case, slots: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Both operations; h put back in the batch's order."""
-    tables = c.tables(slots)
-    h = ops.lora_shrink(c.x, c.a, *tables, c.max_rank)
-    back = torch.empty_like(h)
-    back[tables[0].long()] = h
-    return back, ops.lora_expand(c.y, h, c.b, *tables)
-
-
-def dense(c: Case, slots: Sequence[int] | None = None) -> Tensor:
-    return expand_gated(c.y, torch.matmul(c.x, c.a.T), c.b, c.closed(slots))
-
-
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("tokens", [1, 7, 300])
-@pytest.mark.parametrize("r", [1, 8, 13, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_operations_equal_a_loop_over_rows(dtype: torch.dtype, r: int, tokens: int, mix: str) -> None:
-    c = case(dtype, r, tokens, mix)
-    h, out = grouped(c)
-    assert h.dtype == torch.float32 and within(h, c, 0)
-    assert out.dtype == dtype and within(out, c, 1)
-    assert within(dense(c), c, 1)
-    for row, slot in enumerate(c.slots):
-        if slot == -1 or c.ranks[slot] == 0:
-            assert torch.equal(out[row], c.y[row]) and not h[row].any()
-            assert torch.equal(dense(c)[row], c.y[row])
-    if len(set(c.slots)) > 1:
-        swapped = c.slots[1:] + c.slots[:1]
-        h, out = grouped(c, swapped)
-        assert not within(h, c, 0) and not within(out, c, 1) and not within(dense(c, swapped), c, 1)
-
-
-@pytest.mark.parametrize("shape", [(ROWS, 7), (ROWS,), ()])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add_one_takes_any_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    c = case(dtype, 13)
-    span, other = c.span(0), c.span(2)
-    index = (0,) * (2 - len(shape))
-    x, y = (c.x, c.y) if not index else (c.x[(slice(None), 0)], c.y[(slice(None), 0)])
-    x, y = (x[0], y[0]) if len(shape) == 0 else (x, y)
-    truth = y.double() + x.double() @ c.a[span].double().T @ c.b[span].double()
-    plain = y + x @ c.a[span].T @ c.b[span]
-    bound = 2 * float((plain.double() - truth).abs().max())
-    bound += 2 * torch.finfo(dtype).eps * float(truth.abs().max())
-    got = add_one(y, x, c.a[span], c.b[span])
-    assert got.shape == y.shape and float((got.double() - truth).abs().max()) <= bound
-    assert float((add_one(y, x, c.a[other], c.b[other]).double() - truth).abs().max()) > bound
-
-
-def poisoned(c: Case) -> Case:
-    used = torch.zeros(c.a.shape[0], dtype=torch.bool)
-    for slot in set(c.slots) - {-1}:
-        used[c.span(slot)] = True
-    assert not used.all()
-    a, b = c.a.clone(), c.b.clone()
-    a[~used], b[~used] = torch.nan, torch.inf
-    return Case(c.x, c.y, a, b, c.slots, c.starts, c.ranks)
-
-
-@pytest.mark.parametrize("mix", ["all base", "one", "skewed"])
-def test_rank_rows_of_nobody_in_the_batch_are_not_read(mix: str) -> None:
-    c = case(mix=mix)
-    for got, want in zip(grouped(poisoned(c)), grouped(c), strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_closed_columns_do_not_reach_the_row(poison: float) -> None:
-    c = case()
-    h, closed = torch.matmul(c.x, c.a.T), c.closed()
-    bad = torch.where(closed[:, None, :], poison, h)
-    assert torch.equal(expand_gated(c.y, bad, c.b, closed), dense(c))
-    assert not torch.equal(expand_gated(c.y, bad, c.b, c.closed(c.slots[::-1])), dense(c))
-
-
-def test_inputs_are_left_alone() -> None:
-    c = case()
-    before = [t.clone() for t in (c.x, c.y, c.a, c.b)]
-    grouped(c), dense(c)
-    assert all(torch.equal(old, new) for old, new in zip(before, (c.x, c.y, c.a, c.b), strict=True))
-
-
-def test_strided_input() -> None:
-    c = case()
-    wide = Case(torch.randn(ROWS, 7, 2 * K)[..., ::2], c.y.mT.contiguous().mT, c.a, c.b, c.slots, c.starts, c.ranks)
-    assert not wide.x.is_contiguous() and not wide.y.is_contiguous()
-    assert within(grouped(wide)[1], wide, 1) and within(dense(wide), wide, 1)
-
-
-# -- what torch.compile needs ----------------------------------------------------------------------
-def calls(c: Case) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    h = torch.randn(*c.x.shape[:2], c.max_rank)
+def calls(c: Case, name: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The arguments of each form, all in their places."""
+    sliced = case(c.x.dtype, r=3, tokens=2, widths=(9, 4, 30), epilogue=True)
+    extras, planes = sliced.extras().values(), 1 if name == TORCH else 2
+    y, h = own_columns(c)
     return {
-        "lora_shrink": (torch.ops.hf_multilora.lora_shrink, (c.x, c.a, *c.tables(), c.max_rank)),
-        "lora_expand": (torch.ops.hf_multilora.lora_expand, (c.y, h, c.b, *c.tables())),
+        "lora_shrink": (SHRINK, (c.x, c.a, *c.tables(), c.max_rank, planes, name)),
+        "lora_expand": (EXPAND, (c.y, columns(c), c.b, *c.tables(), None, None, None, False, name)),
+        "three slices": (EXPAND, (sliced.y, columns(sliced), sliced.b, *sliced.tables(), *extras, False, name)),
+        "own columns": (EXPAND, (y, h, c.b, *c.tables(), None, None, None, True, name)),
     }
 
 
-@pytest.mark.parametrize("name", ["lora_shrink", "lora_expand"])
+def columns(c: Case, planes: int = 2) -> Tensor:
+    return torch.randn(planes, *c.x.shape[:2], len(c.starts) * c.max_rank)
+
+
+@ON_ALL
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_opcheck(name: str, needs_grad: bool) -> None:
-    op, args = calls(case(r=3, tokens=2))[name]
-    torch.library.opcheck(op, (args[0].requires_grad_(needs_grad), *args[1:]))
+def test_opcheck(form: str, name: str, needs_grad: bool) -> None:
+    """One adapter of rank max_rank for all rows: opcheck compares runs, so all of h must be specified."""
+    op, args = calls(case(r=1, tokens=2, mix="one"), name)[form]
+    if needs_grad and form in FORMS[2:]:
+        with pytest.raises(NotImplementedError, match="lora_expand: gradients need one slice, no scale or bias"):
+            op(args[0].detach().requires_grad_(), *args[1:]).sum().backward()
+        return
+    torch.library.opcheck(op, (args[0].detach().requires_grad_(needs_grad), *args[1:]))
 
 
-@pytest.mark.parametrize("name", ["lora_shrink", "lora_expand"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fakes_promise_what_comes(name: str, dtype: torch.dtype) -> None:
-    op, args = calls(case(dtype))[name]
+@ON_ALL
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fakes_promise_what_comes(form: str, dtype: torch.dtype, name: str) -> None:
+    op, args = calls(case(dtype), name)[form]
     real = op(*args)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+    assert not any(real.data_ptr() == a.data_ptr() for a in args if isinstance(a, Tensor))
 
 
-def test_gradients_are_those_of_the_loop() -> None:
-    c = case()
+@ON_ALL
+@pytest.mark.parametrize("mix", ["all distinct", "skewed"])
+def test_gradients_are_those_of_the_loop(mix: str, name: str) -> None:
+    c = case(mix=mix, tokens=3)
     x, y = c.x.double().requires_grad_(), c.y.double().requires_grad_()
-    c64 = Case(x, y, c.a.double(), c.b.double(), c.slots, c.starts, c.ranks)
-    weight = torch.randn(ROWS, 7, N)
-    (by_rows(c64, torch.float64)[1] * weight).sum().backward()
+    wide = Case(x, y, c.a.double(), c.b.double(), c.rows, c.starts, c.ranks, c.max_rank)
+    weight = torch.randn(c.y.shape)
+    (by_rows(wide, torch.float64)[1] * weight).sum().backward()
     c.x.requires_grad_(), c.y.requires_grad_()
-    h = torch.ops.hf_multilora.lora_shrink(c.x, c.a, *c.tables(), c.max_rank)
-    out = torch.ops.hf_multilora.lora_expand(c.y, h, c.b, *c.tables())
-    (out * weight).sum().backward()
+    h = SHRINK(c.x, c.a, *c.tables(), c.max_rank, 1 if name == TORCH else 2, name)
+    (EXPAND(c.y, h, c.b, *c.tables(), None, None, None, False, name) * weight).sum().backward()
+    assert x.grad is not None and y.grad is not None and c.x.grad is not None and c.y.grad is not None
     torch.testing.assert_close(c.x.grad.double(), x.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(c.y.grad.double(), y.grad, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(c.x.grad.roll(1, 0).double(), x.grad, rtol=1e-2, atol=1e-2)
+    for row, slot in enumerate(c.rows):
+        assert bool(c.x.grad[row].any()) == (slot != BASE and c.ranks[0][slot] > 0)
 
 
-def test_traced_without_a_break_for_any_mix() -> None:
+@ON_ALL
+def test_gradients_of_h_are_zero_where_nothing_is_specified(name: str) -> None:
+    c = case(tokens=2)
+    h, truth = columns(c).requires_grad_(), by_rows(c, torch.float64)[0]
+    EXPAND(c.y, h, c.b, *c.tables(), None, None, None, False, name).sum().backward()
+    assert h.grad is not None and h.grad.shape == h.shape and torch.equal(h.grad[0], h.grad[1])
+    assert torch.equal(h.grad[0] != 0, ~truth.isnan())
+
+
+@ON_ALL
+def test_gradients_need_one_slice(name: str) -> None:
+    c = case(tokens=2, widths=(9, 4))
+    x = c.x.requires_grad_()
+    with pytest.raises(NotImplementedError, match="lora_shrink: gradients need one slice"):
+        SHRINK(x, c.a, *c.tables(), c.max_rank, 1, name).sum().backward()
+
+
+@ON_ALL
+def test_traced_without_a_break_for_any_mix(name: str) -> None:
     def both(x: Tensor, y: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
-        h = torch.ops.hf_multilora.lora_shrink(x, c.a, *tables, c.max_rank)
-        return torch.ops.hf_multilora.lora_expand(y, h, c.b, *tables)
+        h = SHRINK(x, c.a, *tables, c.max_rank, 1, name)
+        return EXPAND(y, h, c.b, *tables, None, None, None, False, name)
 
-    c = case()
+    c = case(tokens=2)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(both, fullgraph=True, backend=counter)
-    for slots in MIXES.values():
-        assert torch.equal(compiled(c.x, c.y, c.tables(slots)), grouped(c, slots)[1])
-    assert counter.frame_count == 1
+    seen = []
+    for mix in MIXES:
+        other = replace(c, rows=mix_of(mix, len(c.rows), 5))
+        seen.append(compiled(c.x, c.y, other.tables()))
+        assert torch.equal(seen[-1], run(other, name)[1])
+    assert counter.frame_count == 1 and not torch.equal(seen[1], seen[2])
 
 
 # -- refusals --------------------------------------------------------------------------------------
 def _broken(**changes: Any) -> tuple[Any, ...]:
     c = case()
     order, offsets, starts, ranks = c.tables()
-    table = {"order": order, "offsets": offsets, "starts": starts, "ranks": ranks}
-    table |= {"x": c.x, "a": c.a, "max_rank": c.max_rank, "y": c.y, "b": c.b, "h": torch.zeros(ROWS, 7, c.max_rank)}
+    table = {"order": order, "offsets": offsets, "starts": starts, "ranks": ranks, "slices": None, "own": False}
+    table |= {"x": c.x, "a": c.a, "max_rank": c.max_rank, "split": 1, "y": c.y, "b": c.b, "h": columns(c, 1)}
+    table |= {"scale": torch.ones(5, 51), "bias": None}
     t = table | {key: change(table[key]) for key, change in changes.items()}
     tail = (t["order"], t["offsets"], t["starts"], t["ranks"])
-    return (t["x"], t["a"], *tail, t["max_rank"]), (t["y"], t["h"], t["b"], *tail)
+    after = (t["slices"], t["scale"], t["bias"], t["own"])
+    return (t["x"], t["a"], *tail, t["max_rank"], t["split"]), (t["y"], t["h"], t["b"], *tail, *after)
 
 
-TABLES = [
+TABLES: list[tuple[dict[str, Any], str]] = [
     ({"order": lambda t: t.long()}, "order must be int32"),
+    ({"order": lambda t: torch.stack((t, t), 1)[:, 0]}, "order must be int32"),
     ({"offsets": lambda t: t[None]}, "offsets must be int32"),
     ({"offsets": lambda t: t[:-1]}, r"offsets \[S \+ 1\]"),
-    ({"starts": lambda t: t[:-1]}, r"starts and ranks must be \[S\]"),
-    ({"order": lambda t: t[:-1]}, "order must list the 6 rows"),
+    ({"starts": lambda t: t[0]}, r"starts must be int32 of 2"),
+    ({"ranks": lambda t: t[:, :-1]}, r"starts and ranks must be \[L, S\]"),
+    ({"order": lambda t: t[:-1]}, "order must list the 6 rows of the batch, got 5"),
 ]
-SHRINK = [
+BAD_SHRINK: list[tuple[dict[str, Any], str]] = [
     ({"x": lambda t: t[0]}, r"x must be \[R, T, K\]"),
-    ({"a": lambda t: t[:, 1:]}, r"x must be \[R, T, K\] and a \[P, K\]"),
-    ({"a": lambda t: t.half()}, "one dtype"),
-    ({"max_rank": lambda t: 0}, "max_rank must be at least 1"),
+    ({"a": lambda t: t[:, 1:]}, r"x must be \[R, T, K\] and a \[P, K\], got \(6, 7, 37\)"),
+    ({"a": lambda t: t.mT.contiguous().mT}, "a's rows must be contiguous"),
+    ({"a": lambda t: t.half()}, "x and a must have one dtype, got torch.float32 and torch.float16"),
+    ({"max_rank": lambda t: 0}, "max_rank and split must be positive, got 0, 1"),
+    ({"split": lambda t: 0}, "max_rank and split must be positive, got 8, 0"),
 ]
-EXPAND = [
+TWICE = {"starts": lambda t: t.repeat(2, 1), "ranks": lambda t: t.repeat(2, 1)}
+BAD_EXPAND: list[tuple[dict[str, Any], str]] = [
     ({"y": lambda t: t[0]}, r"y must be \[R, T, N\]"),
-    ({"h": lambda t: t[:, 1:]}, r"h \[R, T, max_rank\]"),
-    ({"b": lambda t: t[:, 1:]}, r"b must be \[P, 51\]"),
+    ({"h": lambda t: t[:, :, 1:]}, r"h \[Z, R, T, W\]"),
+    ({"h": lambda t: t[0]}, r"h \[Z, R, T, W\]"),
     ({"h": lambda t: t.half()}, "h must be float32 or float64"),
+    ({"b": lambda t: t[:, 1:]}, r"without slices b must be \[P, 51\]"),
+    ({"b": lambda t: torch.cat((t, t), 1)[:, :51]}, "b must be contiguous"),
+    (TWICE, r"without slices .* starts \[1, S\]"),
+    ({"slices": lambda t: torch.zeros(1, 3, dtype=torch.int64)}, "slices must be .* L = 1 above 1"),
+    ({"slices": lambda t: torch.zeros(3, 3, dtype=torch.int64), **TWICE}, r"slices must be .* L = 2 .* \(3, 3\)"),
+    ({"slices": lambda t: torch.zeros(2, 3, dtype=torch.int32), **TWICE}, r"slices must be .* got torch.int32"),
+    ({"slices": lambda t: torch.zeros(3, 2, dtype=torch.int64).mT, **TWICE}, "slices must be contiguous"),
+    ({"scale": lambda t: t[:-1]}, r"scale must be contiguous \[5, 51\], got \(4, 51\)"),
+    ({"scale": lambda t: t.mT.contiguous().mT}, r"scale must be contiguous"),
+    ({"bias": lambda t: torch.ones(5, 50)}, r"bias must be contiguous \[5, 51\], got \(5, 50\)"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), TABLES + SHRINK)
+def test_what_the_refused_arguments_start_from_is_accepted() -> None:
+    shrink, expand = _broken()
+    assert ops.lora_expand(*expand).shape == expand[0].shape and ops.lora_shrink(*shrink).shape == expand[1].shape
+
+
+@pytest.mark.parametrize(("changes", "message"), TABLES + BAD_SHRINK)
 def test_shrink_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"lora_shrink: .*{message}"):
         ops.lora_shrink(*_broken(**changes)[0])
 
 
-@pytest.mark.parametrize(("changes", "message"), TABLES + EXPAND)
+@pytest.mark.parametrize(("changes", "message"), TABLES + BAD_EXPAND)
 def test_expand_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"lora_expand: .*{message}"):
         ops.lora_expand(*_broken(**changes)[1])
+
+
+def test_the_torch_backend_does_not_split() -> None:
+    with pytest.raises(ValueError, match="split must be 1, got 2"):
+        ops.lora_shrink(*_broken(split=lambda t: 2)[0])
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of .*triton-fixed.*, got 'cuda'"):
+        ops.lora_shrink(*_broken()[0], "cuda")
