@@ -59,6 +59,7 @@ def lora_expand_kernel(
         h_tile = h + token[:, None] * stride_h + start
     else:
         h_tile = h + token[:, None] * stride_h + piece * max_rank
+    plane = tl.cast(plane, tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for low in range(0, r, BLOCK_R):
         at = low + tl.arange(0, BLOCK_R)
