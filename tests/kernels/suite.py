@@ -26,6 +26,23 @@ INTERPRETED = pytest.mark.skipif(
 )
 KERNELS = [pytest.param(name, marks=INTERPRETED) for name in (TRITON, TRITON_FIXED)]  # on the CPU
 BACKENDS = [TORCH, *KERNELS]
+# What differs from case()'s defaults: R = 6, T = 7, K = 37, N = 51, S = 5, r = 8
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one token": {"tokens": 1, "r": 13},
+    "one row": {"rows": 1},
+    "one column": {"k": 1, "widths": (1,), "r": 1},
+    "whole tiles": {"k": 128, "widths": (128,), "r": 16},
+    "larger tiles": {"tokens": 300, "rows": 1, "mix": "one", "k": 20, "widths": (40,)},
+    "one slot": {"slots": 1},
+    "eight slots": {"slots": 8, "rows": 10, "tokens": 1},
+    "64 slots": {"slots": 64, "rows": 9, "tokens": 1, "r": 3},
+    "bound above the ranks": {"bound": 33},
+    "epilogue": {"epilogue": True},
+    "strided": {"strided": True},
+    "two slices": {"widths": (64, 33)},
+    "three slices": {"widths": (16, 130, 7), "r": 13, "epilogue": True, "strided": True},
+}
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

@@ -5,35 +5,16 @@ The interpreter computes tl.dot on bfloat16 wrongly, so there float16 and float3
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, backend
 from hf_multilora.kernels.torch_backend import add_one
 from tests.kernels import properties
-from tests.kernels.suite import BACKENDS, BASE, INTERPRETED, KERNELS, MIXES, case, run, within
+from tests.kernels.suite import BACKENDS, BASE, INTERPRETED, KERNELS, MIXES, SHAPES, case, run, within
 
 HALVES = [torch.bfloat16, torch.float16]
 
-# What differs from case()'s defaults: R = 6, T = 7, K = 37, N = 51, S = 5, r = 8
-SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "one token": {"tokens": 1, "r": 13},
-    "one row": {"rows": 1},
-    "one column": {"k": 1, "widths": (1,), "r": 1},
-    "whole tiles": {"k": 128, "widths": (128,), "r": 16},
-    "larger tiles": {"tokens": 300, "rows": 1, "mix": "one", "k": 20, "widths": (40,)},
-    "one slot": {"slots": 1},
-    "eight slots": {"slots": 8, "rows": 10, "tokens": 1},
-    "64 slots": {"slots": 64, "rows": 9, "tokens": 1, "r": 3},
-    "bound above the ranks": {"bound": 33},
-    "epilogue": {"epilogue": True},
-    "strided": {"strided": True},
-    "two slices": {"widths": (64, 33)},
-    "three slices": {"widths": (16, 130, 7), "r": 13, "epilogue": True, "strided": True},
-}
 ON_ALL = pytest.mark.parametrize("name", BACKENDS)
 ON_KERNELS = pytest.mark.parametrize("name", KERNELS)
 
