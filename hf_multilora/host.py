@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +63,7 @@ class HostAdapter:
     _unpin: Any = field(default=None, init=False, repr=False)  # weakref.finalize
 
     def __post_init__(self) -> None:
-        views = _views(self.flat, (place for pair in self.places.values() for place in pair))
+        views = views_of(self.flat, (place for pair in self.places.values() for place in pair))
         self.factors = {name: (views[2 * i], views[2 * i + 1]) for i, name in enumerate(self.places)}
 
     @property
@@ -76,23 +75,13 @@ class HostAdapter:
         """Whether the buffer is page-locked."""
         return self._unpin is not None
 
-    @contextmanager
-    def on(self, device: torch.device, names: Iterable[str]) -> Iterator[list[Tensor]]:
-        """A, B, A, B, ... of these modules on `device`: views of one copy of the bytes from their first to their last.
-
-        On a CUDA device the copy is under way on the current stream while the block runs, and done when it ends, also
-        by an error: from then on the buffer may be freed or unpinned, which no copy under way would wait for.
-        """
-        places = [place for name in names for place in self.places[name]]
-        start, last = min(place.offset for place in places), max(places, key=lambda place: place.offset)
-        cuda = device.type == "cuda"
-        copied = self.flat[start : last.end].to(device, non_blocking=cuda)  # on the host itself: no copy
-        done = torch.cuda.current_stream(device).record_event() if cuda else None
-        try:
-            yield _views(copied, places, start)
-        finally:
-            if done is not None:
-                done.synchronize()
+    def outdated(self, dtypes: Mapping[str, torch.dtype]) -> bool:
+        """Whether it is coarser than the modules' dtypes are now, or may be out of their range."""
+        for name, (a, _) in self.places.items():
+            dtype = dtypes[name]
+            if dtype != a.dtype and (torch.promote_types(dtype, a.dtype) != a.dtype or dtype == torch.float16):
+                return True
+        return False
 
     def pin(self) -> None:
         """Page-lock the buffer in place, so that a copy to a CUDA device is one transfer; where that fails, warn.
@@ -187,7 +176,7 @@ def _scaled(factor: Tensor, dtype: torch.dtype, scaling: float | None) -> Tensor
     return factor if scaling is None else factor.to(torch.promote_types(dtype, torch.float32)) * scaling
 
 
-def _views(flat: Tensor, places: Iterable[Place], start: int = 0) -> list[Tensor]:
+def views_of(flat: Tensor, places: Iterable[Place], start: int = 0) -> list[Tensor]:
     """Factors in `flat`, which holds a buffer's bytes from `start` on. One operation each: a fill has hundreds."""
     typed: dict[torch.dtype, Tensor] = {}
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .layers.augmented import without_buffers
 from .runtime import Runtime
 
 
@@ -57,7 +58,8 @@ class InheritedVerbs:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The base's state dict: no name and no byte of an adapter, also where another module shares a laid weight."""
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        return state if kwargs.get("keep_vars") else self._multilora.without_buffers(state)
+        sites = self._multilora.sites.values()
+        return state if kwargs.get("keep_vars") else without_buffers(state, (slots for _, slots in sites))
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .plan import MemoryPlan
-    from .reports import MemoryReport
+    from .reports import MemoryReport, WarmupReport
     from .verify import VerifyReport
-    from .warmup import WarmupReport
 
 
 class MultiLoRAModel(InheritedVerbs):

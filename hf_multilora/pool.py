@@ -73,11 +73,11 @@ def bucket(rows: int, capacity: int | None = None) -> int:
 def pool_rows(ranks: Iterable[int], max_loras: int, max_lora_rank: int | None) -> int:
     """Rank rows of one module's pool: `max_lora_rank` in each slot, without it the `max_loras` largest of the ranks.
 
-    ranks: those of all adapters in this module, 0 where one does not train it.
+    ranks: those of all adapters in this module, 0 where one does not train it. In multiples of BUCKET, so that what
+    follows in a row of the augmented matmul's output is aligned.
     """
-    if max_lora_rank is not None:
-        return max_loras * max_lora_rank
-    return sum(sorted(ranks, reverse=True)[:max_loras])
+    rows = max_loras * max_lora_rank if max_lora_rank is not None else sum(sorted(ranks, reverse=True)[:max_loras])
+    return -(-rows // BUCKET) * BUCKET
 
 
 class RowTables:

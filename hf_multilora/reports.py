@@ -1,4 +1,4 @@
-"""What is registered and what it costs."""
+"""What is registered, what it costs, and what a warm-up did."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ class MemoryReport:
             f"host {self.host_bytes / 2**20:.1f} MiB in {self.host_adapters} adapters "
             f"({self.host_pinned_bytes / 2**20:.1f} pinned)"
         )
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What `warmup` did. shapes: (rows, tokens) -> seconds of the first call; skipped: those that max_seconds left out."""
+
+    adapters: list[str]  # that were in slots; dummies where none is registered
+    shapes: dict[tuple[int, int], float]
+    skipped: list[tuple[int, int]]
+    seconds: float
+
+    def __str__(self) -> str:
+        left = f", {len(self.skipped)} left out by max_seconds" if self.skipped else ""
+        return f"warmed {len(self.shapes)} shapes with {len(self.adapters)} adapters in {self.seconds:.1f} s{left}"
 
 
 def memory_report(runtime: Runtime) -> MemoryReport:

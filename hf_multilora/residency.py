@@ -18,8 +18,9 @@ from .layers import ModuleSlots, unwrap, wrap
 from .layers.augmented import prepare
 from .layers.slots import Pool, home_of
 from .patches.facts import Facts
-from .pool import Layout, pool_rows
+from .pool import Layout, bucket, pool_rows
 from .routing import Routing
+from .staging import Staging
 from .store import AdapterStore, CapacityError
 
 logger = logging.get_logger(__name__)
@@ -36,10 +37,11 @@ class Residency:
         self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
         self.sites: dict[str, tuple[nn.Module, ModuleSlots]] = {}
         self.parents: dict[str, tuple[nn.Module, str]] = {}  # of the adapted modules: parent, own name
+        self._staging: dict[torch.device, Staging] = {}
         self._stale = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stale": True}
+        return self.__dict__ | {"_staging": {}, "_stale": True}
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)
@@ -83,7 +85,7 @@ class Residency:
         unwrap(module)
 
     def equip(self, slots: Collection[int]) -> None:
-        """Every module where one of these slots has rows gets its backend. Raises KernelError where it cannot be had."""
+        """Modules where one of these slots has rows get their backend. Raises KernelError where it cannot be had."""
         backends: dict[tuple[torch.device, torch.dtype], Backend] = {}
         for _, site in self.sites.values():
             if site.rows.spans.keys().isdisjoint(slots):
@@ -141,14 +143,6 @@ class Residency:
             return weight.dtype
         return getattr(self.model, "dtype", torch.float32)
 
-    def without_buffers(self, state: Any) -> Any:
-        """Replace tensors of a state dict that lie in a buffer with A by copies."""
-        laid = {s.buffer.untyped_storage().data_ptr() for _, s in self.sites.values() if s.buffer is not None}
-        for key, value in state.items():
-            if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in laid:
-                state[key] = value.clone()
-        return state
-
     # -- the store's device ----------------------------------------------------------------------------------
     def pack(self, adapter: Adapter) -> HostAdapter:
         """The adapter in host memory, page-locked where it goes to a CUDA device. Raises as `host.pack` does."""
@@ -163,36 +157,61 @@ class Residency:
     @torch.inference_mode(False)
     @torch.no_grad()
     def fill(self, slot: int, host: HostAdapter) -> None:
-        """Copy an adapter into a slot: per device one copy and one scatter. After an error pools are what they were.
+        """Replace what is in a slot by an adapter: per device one copy and one scatter, which are done on return.
 
-        Raises CapacityError where the memory of a device runs out.
+        Rows of the same rank stay where they are. After an error pools are what they were, and the caller empties the
+        slot. Raises CapacityError where the memory of a device runs out.
         """
-        self.empty(slot)  # an interrupt may have left rows there
+        ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
+        kept = {name for name, r in ranks.items() if self._stays(name, slot, r)}
+        self._wipe(slot, kept)
         grown: list[tuple[ModuleSlots, Pool]] = []
         try:
-            for device, names in self._make_room(host, grown).items():
+            self._stale |= len(kept) < len(ranks)
+            self._make_room({name: r for name, r in ranks.items() if name not in kept}, grown)
+            homes: dict[torch.device, list[str]] = {}
+            for name in ranks:
+                homes.setdefault(self.sites[name][1].a.device, []).append(name)
+            for device, names in homes.items():
                 if device.type == "cuda":
                     host.pin()
+                staging = self._staging.setdefault(device, Staging(device))
                 try:
-                    with host.on(device, names) as sources:
-                        targets: list[Tensor] = []
-                        for name in names:
-                            targets += self.sites[name][1].place(slot, host.places[name][0].shape[0])
-                        torch._foreach_copy_(targets, sources)
+                    sources = staging.take(host, names)
+                    targets: list[Tensor] = []
+                    for name in names:
+                        site = self.sites[name][1]
+                        targets += site.tenant(slot) if name in kept else site.place(slot, ranks[name])
+                    torch._foreach_copy_(targets, sources)
                 except RuntimeError as error:
                     self._require_room("the copy of its factors", host.nbytes, device, error)
                     raise
+                finally:
+                    if device.type == "cuda":
+                        torch.cuda.current_stream(device).synchronize()
         except BaseException:
             for slots, pool in grown:
                 slots.restore(pool)
             raise
 
-    def _make_room(self, host: HostAdapter, grown: list[tuple[ModuleSlots, Pool]]) -> dict[torch.device, list[str]]:
-        """Let pools grow until the adapter fits; what they were goes to `grown`. Returns the modules by device."""
-        needs = {name: self.sites[name][1].rows.used + a.shape[0] for name, (a, _) in host.places.items()}
+    def _stays(self, name: str, slot: int, r: int) -> bool:
+        """Whether the slot has r rank rows in this module already, where the module computes and in its dtype."""
+        module, slots = self.sites[name]
+        span, weight = slots.rows.spans.get(slot), module._parameters.get("weight")
+        return (
+            span is not None
+            and span[1] == r
+            and weight is not None
+            and weight.device == slots.a.device
+            and slots.a.dtype == (self.config.dtype or weight.dtype)
+            and "_hf_hook" not in module.__dict__
+        )
+
+    def _make_room(self, ranks: Mapping[str, int], grown: list[tuple[ModuleSlots, Pool]]) -> None:
+        """Let pools grow until these modules have so many more rank rows; what they were goes to `grown`."""
+        needs = {name: self.sites[name][1].rows.used + r for name, r in ranks.items()}
         small = {name for name, need in needs.items() if need > self.sites[name][1].rows.capacity}
         planned = self.capacities() if small else {}
-        homes: dict[torch.device, list[str]] = {}
         for name, need in needs.items():
             module, slots = self.sites[name]
             device, dtype = home_of(module, module._parameters.get("weight")), self.dtype_of(module)
@@ -205,8 +224,6 @@ class Residency:
                 raise
             if pool is not None:
                 grown.append((slots, pool))
-            homes.setdefault(device, []).append(name)
-        return homes
 
     def _require_room(self, what: str, size: int, device: torch.device, error: RuntimeError) -> None:
         """Raises CapacityError where memory ran out."""
@@ -225,10 +242,14 @@ class Residency:
     @torch.inference_mode(False)
     @torch.no_grad()
     def empty(self, slot: int) -> None:
-        """Give up the rows of a slot, all wiped at once; nothing of the tenant stays behind."""
-        self._stale = True
-        held = [slots for _, slots in self.sites.values() if slot in slots.rows.spans]
+        """Give up the rows of a slot; nothing of the tenant stays behind."""
+        self._wipe(slot, ())
+
+    def _wipe(self, slot: int, kept: Collection[str]) -> None:
+        """Give up the slot's rows, all wiped at once, but for those of the `kept` modules."""
+        held = [slots for name, (_, slots) in self.sites.items() if slot in slots.rows.spans and name not in kept]
         if held:
+            self._stale = True
             torch._foreach_zero_([rows for slots in held for rows in slots.tenant(slot)])
         for slots in held:
             slots.clear(slot)
@@ -247,12 +268,14 @@ class Residency:
                     slots.settle(None)
                     continue
                 groups.setdefault(key, []).append(slots)
-            for (spans, width, bound, device), members in groups.items():
-                layout = members[0].layout
+            for (items, capacity, device), members in groups.items():
+                spans, layout = dict(items), members[0].layout
+                width = bucket(max(start + r for start, r in spans.values()), capacity)
+                bound = bucket(max(r for _, r in spans.values()))
                 fits = layout is not None and (layout.width, layout.device) == (width, device) and layout.bound >= bound
                 if layout is None or not fits or any(layout is other for other in layouts):
                     layout = Layout(width, bound, self.config.max_loras, device)
-                layout.take(dict(spans))
+                layout.take(spans)
                 layouts.append(layout)
                 for slots in members:
                     slots.settle(layout)
@@ -263,15 +286,6 @@ class Residency:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go."""
         self._stale = True
         dtypes = {name: self.dtype_of(module) for name, (module, _) in self.sites.items()}
-        self.store.forget(lambda host: _outdated(host, dtypes))
+        self.store.forget(lambda host: host.outdated(dtypes))
         if self.routing.open:
             self.refresh()
-
-
-def _outdated(host: HostAdapter, dtypes: Mapping[str, torch.dtype]) -> bool:
-    """Whether the host copy is coarser than the modules' dtypes, or may be out of their range."""
-    for name, (a, _) in host.places.items():
-        dtype = dtypes[name]
-        if dtype != a.dtype and (torch.promote_types(dtype, a.dtype) != a.dtype or dtype == torch.float16):
-            return True
-    return False

@@ -25,7 +25,7 @@ class AdapterInUseError(RuntimeError):
 
 
 class Device(Protocol):
-    """Fills and empties the slots of all adapted modules."""
+    """Fills and empties the slots of all adapted modules. `fill` replaces what is in the slot."""
 
     def fill(self, slot: int, host: HostAdapter) -> None: ...
     def empty(self, slot: int) -> None: ...
@@ -181,12 +181,14 @@ class AdapterStore:
         host = self._host(entry)
         taken = set(self.slots.values())
         slot = next((s for s in range(self.max_loras) if s not in taken), None)
+        victim = None
         if slot is None:
             victim = next(e for e in map(self.catalogue.by_id, self.slots) if not e.pinned and not e.in_flight)
             slot = self.slots[victim.id]
-            self._free_slot(victim)
-            self.evictions += 1
         try:
+            if victim is not None:  # its slot is free from here on; `fill` replaces what is in it
+                del self.slots[victim.id]
+                self.evictions += 1
             self.device.fill(slot, host)
         except BaseException as error:
             self.device.empty(slot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,24 +13,11 @@ from torch import Tensor
 
 from .formats import Adapter, LoraFactors
 from .planning import allowed_modules
+from .reports import WarmupReport
 from .runtime import Runtime
 from .verify import random_ids
 
 DUMMY = "warmup-{}"
-
-
-@dataclass(frozen=True)
-class WarmupReport:
-    """shapes: (rows, tokens) -> seconds of the first call; skipped: those that max_seconds left out."""
-
-    adapters: list[str]  # that were in slots; dummies where none is registered
-    shapes: dict[tuple[int, int], float]
-    skipped: list[tuple[int, int]]
-    seconds: float
-
-    def __str__(self) -> str:
-        left = f", {len(self.skipped)} left out by max_seconds" if self.skipped else ""
-        return f"warmed {len(self.shapes)} shapes with {len(self.adapters)} adapters in {self.seconds:.1f} s{left}"
 
 
 def warmup(

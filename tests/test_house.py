@@ -16,7 +16,7 @@ MAX_LINES = 300
 # What a unit (a folder or a module of the package) may import besides itself. Imports run downhill only: every unit
 # named on the right has its own row further up.
 BELOW_LAYERS = {"kernels", "patches", "pool", "parallel", "routing"}
-BELOW_MODEL = {"config", "formats", "census", "host", "catalogue", "store", "layers", "entry", *BELOW_LAYERS}
+BELOW_MODEL = {"config", "formats", "census", "host", "staging", "catalogue", "store", "layers", "entry", *BELOW_LAYERS}
 EDGES: dict[str, set[str]] = {
     "config": set(),
     "kernels": set(),
@@ -29,6 +29,7 @@ EDGES: dict[str, set[str]] = {
     "census": {"formats", "patches"},
     "layers": BELOW_LAYERS,
     "host": {"formats"},
+    "staging": {"host"},
     "catalogue": {"formats", "host"},
     "collator": {"catalogue"},
     "store": {"catalogue", "formats", "host", "pool"},
@@ -39,12 +40,12 @@ EDGES: dict[str, set[str]] = {
     "reports": {*BELOW_MODEL, "runtime"},
     "verify": {*BELOW_MODEL, "runtime", "calls", "reports"},
     "plan": set(),
-    "inherited": {"runtime"},
+    "inherited": {"layers", "runtime"},
     "model": {*BELOW_MODEL, "inherited", "runtime", "calls", "reports", "verify", "plan", "collator"},
     "loading": {*BELOW_MODEL, "runtime", "model"},
     "skeleton": {*BELOW_MODEL, "runtime", "loading"},
     "planning": {*BELOW_MODEL, "runtime", "plan", "model", "loading", "skeleton"},
-    "warmup": {*BELOW_MODEL, "runtime", "planning", "verify"},
+    "warmup": {*BELOW_MODEL, "runtime", "planning", "reports", "verify"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }
 # The one way uphill: inside a function, where a method of the model hands over to the modules that make or plan models.

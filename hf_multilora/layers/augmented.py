@@ -12,6 +12,9 @@ is kept until the weight is laid anew or leaves it: while the weight lies in it,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
@@ -128,3 +131,12 @@ def ready(module: nn.Module, slots: ModuleSlots) -> bool:
     if torch.compiler.is_compiling():  # addresses cannot be read while tracing
         return slots.laid
     return is_laid(module, slots)
+
+
+def without_buffers(state: Any, all_slots: Iterable[ModuleSlots]) -> Any:
+    """Replace tensors of a state dict that lie in a buffer with A by copies."""
+    laid = {slots.buffer.untyped_storage().data_ptr() for slots in all_slots if slots.buffer is not None}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in laid:
+            state[key] = value.clone()
+    return state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backends import TORCH, Backend, backend
-from ..pool import Layout, RankRows, bucket
+from ..pool import Layout, RankRows
 from ..routing import Routing, RoutingError
 
 BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see ModuleSlots.path
@@ -19,6 +19,7 @@ DENSE_TOKENS_CPU = 32
 # With Triton the augmented weight serves tokens x rank rows up to DENSE_WORK, in all linears of an 8B shape on an H200
 # faster than shrink + expand, or as fast; beyond, the other slots' rank rows cost more than they save.
 DENSE_WORK = 1 << 20
+VIEWS = 64  # of spans that are kept per module
 DENSE_ROWS = 4096  # and these are read whatever the batch holds
 
 Pool = tuple[Tensor, Tensor, bool, int, dict[int, tuple[int, int]]]  # A, B, laid, capacity, spans
@@ -106,6 +107,7 @@ class ModuleSlots:
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
         self.buffer_used = None if self.buffer is None else self.buffer[:end]  # [N + w, K]
         self.bias_used = None if self.bias_buffer is None else self.bias_buffer[:end]  # [N + w]
+        self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         where = (self.a_used.data_ptr(), self.b_used.data_ptr(), width)
         self.routing.moves += where != self.where
         self.where = where
@@ -155,7 +157,7 @@ class ModuleSlots:
                 f"{self.name}: {r} rank rows must fit beside the {self.rows.used} in use, the pool holds "
                 f"{self.rows.capacity}"
             )
-        return self.a[start : start + r], self.b[start : start + r]
+        return self.tenant(slot)
 
     @torch.no_grad()
     def _compact(self) -> None:
@@ -174,9 +176,14 @@ class ModuleSlots:
             raise
 
     def tenant(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Rows of A and B that `slot` owns."""
-        start, r = self.rows.spans[slot]
-        return self.a[start : start + r], self.b[start : start + r]
+        """Rows of A and B that `slot` owns; the views are kept, as loads use the same ones again and again."""
+        span = self.rows.spans[slot]
+        if span not in self.views:
+            if len(self.views) == VIEWS:
+                self.views.clear()
+            start, r = span
+            self.views[span] = self.a[start : start + r], self.b[start : start + r]
+        return self.views[span]
 
     def clear(self, slot: int) -> None:
         """Give up the rows of `slot`, which the caller has wiped."""
@@ -184,9 +191,10 @@ class ModuleSlots:
 
     def settle(self, layout: Layout | None) -> None:
         """Take the layout that describes the rows as they now are."""
-        self.routing.moves += layout is not self.layout
-        self.layout = layout
-        self.look()
+        if layout is not self.layout:
+            self.routing.moves += 1
+            self.layout = layout
+            self.look()
 
     def use(self, backend: Backend) -> None:
         """Compute with this backend from now on."""
@@ -198,9 +206,7 @@ class ModuleSlots:
         """What modules must have in common to share one Layout; None without adapters."""
         if not self.rows.spans:
             return None
-        spans = tuple(sorted(self.rows.spans.items()))
-        bound = bucket(max(r for _, r in self.rows.spans.values()))
-        return spans, bucket(self.rows.end, self.rows.capacity), bound, self.a.device
+        return tuple(self.rows.spans.items()), self.rows.capacity, self.a.device
 
     def apply(self, fn: Any) -> None:
         """Follow the module to another device or dtype (`nn.Module._apply`)."""
@@ -215,7 +221,7 @@ class ModuleSlots:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""
-        views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used"))
+        views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used", "views"))
         own = {"a": self.a.detach().clone(), "buffer": None, "bias_buffer": None, "laid": False}
         return self.__dict__ | views | own | {"backend": None}
 
@@ -226,7 +232,7 @@ class ModuleSlots:
 
 def home_of(module: nn.Module, weight: Tensor | None) -> torch.device:
     """Where the module computes: its offload hook's execution device, else where its weight is."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = module.__dict__.get("_hf_hook")
     device = getattr(hook, "execution_device", None)
     if device is not None:
         return torch.device(device if not isinstance(device, int) else f"cuda:{device}")

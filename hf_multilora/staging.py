@@ -1,0 +1,44 @@
+"""From host memory to a device: one copy per adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .host import HostAdapter, Place, views_of
+
+
+class Staging:
+    """Where an adapter's bytes arrive on a CUDA device, before they are scattered to slots; on a host: where they are.
+
+    Buffer and views are kept, since adapters of one shape follow each other: a fill has hundreds of views.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self.places: list[Place] = []
+        self.views: list[Tensor] = []
+
+    def take(self, host: HostAdapter, names: Iterable[str]) -> list[Tensor]:
+        """A, B, A, B, ... of these modules on the device, by one copy of the bytes from their first to their last.
+
+        On a CUDA device the copy is under way on the current stream: until it is done nobody may free or unpin `host`,
+        or call this again from another stream.
+        """
+        if self.device.type != "cuda":
+            return [factor for name in names for factor in host.factors[name]]
+        places = [place for name in names for place in host.places[name]]
+        start, end = min(place.offset for place in places), max(place.end for place in places)
+        if places != self.places:
+            self.places, self.views = [], []
+            if self.buffer.nbytes < end - start:
+                self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # freed before the larger one
+                self.buffer = torch.empty(end - start, dtype=torch.uint8, device=self.device)
+            self.views = views_of(self.buffer, places, start)
+            self.places = places
+        some = host.flat[start:end]
+        self.buffer[: some.nbytes].copy_(some, non_blocking=True)
+        return self.views
