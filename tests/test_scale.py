@@ -6,70 +6,19 @@ import copy
 import io
 import random
 import shutil
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from hf_multilora import AdapterError, CapacityError
 from hf_multilora.layers import ModuleSlots
-from hf_multilora.residency import Residency
-from tests.scale import Fleet, Life, Marks
+from tests.scale import Fleet, Life, Marks, assert_flat, long_life
 from tests.test_residency import assert_clean, sites
-from tests.tiny import Family, error, ids, llama, logits, same_ids, save_adapter, snapshot
-
-COUNT, BATCHES = 1000, 300
-MIB = 2**20
-# what rows of one call hold a slot anyway: an adapter that is pinned, the default, or a block's
-HELD = {
-    "pinned": lambda model: model.pin_adapter("a"),
-    "default": lambda model: model.set_adapter("a"),
-    "block": lambda model: model.adapters(["a", None]),
-}
-
-
-def long_life(folder: Path, device: str, tolerance: float) -> dict[int, Marks]:
-    """BATCHES batches over COUNT adapters, 64 in host memory, 8 in slots; what the process holds at some of them."""
-    fleet = Fleet(folder, COUNT, device)
-    base = copy.deepcopy(fleet.base)
-    before = snapshot(base)
-    model = fleet.model(base, max_loras=8, max_cpu_loras=64)
-    life = Life(fleet, model, tolerance=tolerance, held_in_passes=False)
-    marks, pools = {}, {}
-    for i in range(1, BATCHES + 1):
-        life.change()
-        life.batch(generate=i % 15 == 0)
-        if i % 10 == 0:
-            life.without_names()
-        life.check(whole=i % 25 == 0)
-        if i in (100, BATCHES):
-            marks[i] = Marks.take()
-        pools = model.memory_report().per_module if i <= 100 else pools
-        assert model.memory_report().per_module == pools
-    assert all(site.rows.capacity == 8 * 8 for site in sites(model).values()), "control: the pools were full"
-    assert min(life.seen.values()) >= 20 and life.seen["rows"] > 2000, life.seen
-    assert model.unpatch() is base and snapshot(base) == before
-    for (name, got), want in zip(base.state_dict().items(), fleet.base.state_dict().values(), strict=True):
-        assert torch.equal(got, want), name
-    return marks
-
-
-def assert_flat(marks: dict[int, Marks]) -> None:
-    """Nothing piles up between batch 100 and the last, nor on the disk's side."""
-    early, late = marks[100], marks[BATCHES]
-    assert late.tensors == early.tensors
-    assert late.objects["HostAdapter"] == early.objects["HostAdapter"] == 64
-    assert late.objects["Layout"] < 20 and late.objects["RowTables"] < 100
-    assert late.files == early.files and late.mapped in (0, None), "a file was left open"
-    # safetensors itself loses 64 bytes per tensor that it reads from a mapped file: 1 MiB here, which all host copies
-    # that were let go, were they kept, would be six times over
-    assert late.rss - early.rss < 4 * MIB
-    assert late.device - early.device < MIB
+from tests.tiny import Family, error, ids, llama, logits, same_ids, save_adapter
 
 
 def test_a_thousand_adapters(tmp_path: Path) -> None:
@@ -121,9 +70,7 @@ def check(family: Family, model: Any, names: Any, base: Any = None) -> None:
 
 
 @pytest.mark.parametrize("block", [False, True], ids=["", "block"])
-def test_wide_and_narrow_adapters_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
-) -> None:
+def test_wide_and_narrow_adapters_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool) -> None:
     """Ranks 1 and 64 leave gaps that pools must close, also under the rows of a block; they never grow."""
     ranks = [64, 1, 63, 2, 64, 1, 62, 3, 64]
     torch.manual_seed(0)
@@ -176,7 +123,7 @@ def test_pins_in_all_slots(family: Family) -> None:
     for names in (["a", "b", None], [None, None], ["b", "a"]):
         check(family, model, names)
     for names in (["c", None], ["c", "d", None]):
-        with pytest.raises(CapacityError, match="0 free slots|needs max_loras"):
+        with pytest.raises(CapacityError, match=r"0 free slots|needs max_loras"):
             logits(model, ids(len(names)), names)
         assert sorted(model.memory_report().slots) == ["a", "b"] and not model._multilora.routing.open
         check(family, model, ["a", None, "b"])
