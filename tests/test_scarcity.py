@@ -114,22 +114,23 @@ def test_no_device_memory_for_larger_pools(
     check(family, model, ["a", None, "b"])
     model.load_adapter(str(family.paths["big"]), "big")
     before, rows = state(model), pools(model)
+    assert {capacity for *_, capacity, _ in rows.values()} == {16}, "3 + 5 in sixteens; with 20 more it will be 32"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", failing_at(number, out, torch.zeros, is_pool))
         with pytest.raises(CapacityError) as raised:
             logits(model, ids(3), ["a", "big", None])
     said, name = str(raised.value), list(rows)[(number - 1) // 2]
     slots = model._multilora.sites[name][1]
-    total = sum(28 * (s.in_features + s.out_features) * 4 for _, s in model._multilora.sites.values())
-    assert f"adapter 'big' cannot be brought to its slot: {name}'s pool of 28 rank rows" in said
-    assert f"needs {28 * (slots.in_features + slots.out_features) * 4} bytes on cpu" in said
-    assert f"need {total} bytes as planned ({28 * len(rows)} rank rows, max_loras=3, max_lora_rank=None)" in said
+    total = sum(32 * (s.in_features + s.out_features) * 4 for _, s in model._multilora.sites.values())
+    assert f"adapter 'big' cannot be brought to its slot: {name}'s pool of 32 rank rows" in said
+    assert f"needs {32 * (slots.in_features + slots.out_features) * 4} bytes on cpu" in said
+    assert f"need {total} bytes as planned ({32 * len(rows)} rank rows, max_loras=3, max_lora_rank=None)" in said
     assert "lower max_loras or max_lora_rank" in said and raised.value.__cause__ is out
     assert state(model) == before and pools(model) == rows, "pools that had grown are as they were"
     check(family, model, ["a", None, "b"])
     assert pools(model) == rows
     check(family, model, ["a", "big", None])
-    assert pools(model) != rows, "with memory they grow"
+    assert {capacity for *_, capacity, _ in pools(model).values()} == {32}, "with memory they grow"
 
 
 def test_no_device_memory_for_the_copy(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +148,7 @@ def test_no_device_memory_for_the_copy(family: Family, monkeypatch: pytest.Monke
     check(family, model, ["c", None, "a"])
     assert {name: pool[:5] for name, pool in pools(model).items()} == sizes
     check(family, model, ["big", None, "a"])
+    assert [pool[4] for pool in pools(model).values()] == [2 * pool[4] for pool in sizes.values()], "the pools grow"
 
 
 def test_an_error_that_is_not_about_memory_stays_what_it_is(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +171,11 @@ def test_a_failed_load_does_not_hurt_a_copy(family: Family, monkeypatch: pytest.
         patch.setattr(torch, "zeros", failing_at(3, torch.OutOfMemoryError("out"), torch.zeros, is_pool))
         with pytest.raises(CapacityError):
             logits(model, ids(2), ["big", None])
-    check(family, copy.deepcopy(model), ["a", "big", None])
+    twin = copy.deepcopy(model)
+    check(family, twin, ["a", "big", None])
+    assert {capacity for *_, capacity, _ in pools(twin).values()} == {32}, (
+        "the load that failed is one that grows pools"
+    )
 
 
 def test_a_rank_that_cannot_fit_has_numbers(family: Family) -> None:
