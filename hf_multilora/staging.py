@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .host import HostAdapter, Place, views_of
+from .host import HostAdapter, views_of
 
 
 class Staging:
@@ -19,10 +20,11 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self.places: list[Place] = []
+        self.shape: tuple[list[str], Mapping[str, Any]] = ([], {})  # modules, and where their factors lie
+        self.span = (0, 0)  # bytes of the flat buffer that hold them
         self.views: list[Tensor] = []
 
-    def take(self, host: HostAdapter, names: Iterable[str]) -> list[Tensor]:
+    def take(self, host: HostAdapter, names: list[str]) -> list[Tensor]:
         """A, B, A, B, ... of these modules on the device, by one copy of the bytes from their first to their last.
 
         On a CUDA device the copy is under way on the current stream: until it is done nobody may free or unpin `host`,
@@ -30,15 +32,20 @@ class Staging:
         """
         if self.device.type != "cuda":
             return [factor for name in names for factor in host.factors[name]]
-        places = [place for name in names for place in host.places[name]]
-        start, end = min(place.offset for place in places), max(place.end for place in places)
-        if places != self.places:
-            self.places, self.views = [], []
-            if self.buffer.nbytes < end - start:
-                self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # freed before the larger one
-                self.buffer = torch.empty(end - start, dtype=torch.uint8, device=self.device)
-            self.views = views_of(self.buffer, places, start)
-            self.places = places
+        if self.shape != (names, host.places):
+            self._fit(host, names)
+        start, end = self.span
         some = host.flat[start:end]
         self.buffer[: some.nbytes].copy_(some, non_blocking=True)
         return self.views
+
+    def _fit(self, host: HostAdapter, names: list[str]) -> None:
+        self.shape, self.views = ([], {}), []
+        places = [place for name in names for place in host.places[name]]
+        self.span = min(place.offset for place in places), max(place.end for place in places)
+        size = self.span[1] - self.span[0]
+        if self.buffer.nbytes < size:
+            self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # freed before the larger one is made
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.views = views_of(self.buffer, places, self.span[0])
+        self.shape = names, host.places
