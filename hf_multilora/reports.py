@@ -36,7 +36,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What `warmup` did. shapes: (rows, tokens) -> seconds of the first call; skipped: those that max_seconds left out."""
+    """What `warmup` did. shapes: (rows, tokens) -> seconds of the first call; skipped: left out by max_seconds."""
 
     adapters: list[str]  # that were in slots; dummies where none is registered
     shapes: dict[tuple[int, int], float]
