@@ -118,17 +118,18 @@ def test_an_interrupt_while_modules_are_adapted(
     assert set(runtime.sites) == before
 
 
-@pytest.mark.xfail(reason="Store.room walks the slots without the store's lock", strict=True)
-def test_an_adapter_is_deleted_while_a_call_counts_its_slots(family: Family) -> None:
+@pytest.mark.xfail(reason="AdapterStore.room and memory_report walk the slots without the store's lock", strict=True)
+@pytest.mark.parametrize("reader", ["call", "report"])
+def test_an_adapter_is_deleted_while_another_thread_walks_the_slots(family: Family, reader: str) -> None:
     model = family.model(max_loras=4)
     logits(model, ids(4), list("abcd"))
     catalogue, seen = model._multilora.store.catalogue, []
-    by_id = catalogue.by_id
+    by_id, first = catalogue.by_id, {"call": 3, "report": 1}[reader]  # a call looks its own two up before the slots
 
     def slowly(adapter_id: int) -> Any:
         if threading.current_thread() is threading.main_thread():
             seen.append(adapter_id)
-            if len(seen) == 3:  # two ids of the call itself, then the first slot
+            if len(seen) == first:
                 deleter.start()
                 deleter.join(1)
         return by_id(adapter_id)
@@ -136,7 +137,10 @@ def test_an_adapter_is_deleted_while_a_call_counts_its_slots(family: Family) -> 
     deleter = threading.Thread(target=lambda: model.delete_adapter("b"), daemon=True)
     catalogue.by_id = slowly
     try:
-        check(family, model, ["a", "c"])
+        if reader == "call":
+            check(family, model, ["a", "c"])
+        else:
+            assert set(model.memory_report().slots) - {None} in (set("abcd"), set("acd"))
     finally:
         del catalogue.by_id
     deleter.join(10)
