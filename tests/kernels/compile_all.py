@@ -1,0 +1,63 @@
+"""Compile the kernels for a GPU that need not be there: python -m tests.kernels.compile_all 80 90. Prints one line each.
+
+Triton's interpreter, in which the tests of a CPU run, takes what the compiler refuses: early returns around constants,
+blocks too large for shared memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_multilora.kernels.lora_expand import lora_expand_kernel
+from hf_multilora.kernels.lora_shrink import lora_shrink_kernel
+from hf_multilora.kernels.triton_backend import FIXED, tiles
+
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a block can have
+TABLES = {name: "*i32" for name in ("order", "offsets", "starts", "ranks")}
+DTYPES = {"bf16": ("tf32x3", 2), "fp32": ("ieee", 4)}
+
+
+def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], target: int, warps: int, stages: int) -> Any:
+    names = kernel.arg_names
+    kinds = {n: pointers.get(n, "constexpr" if n in constants else "i32") for n in names}
+    source = ASTSource(kernel, kinds, {(names.index(n),): value for n, value in constants.items()})
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def main(targets: list[int]) -> int:
+    worst = 0
+    for target, (dtype, (precision, width)) in itertools.product(targets, DTYPES.items()):
+        for t in (FIXED, tiles(1 << 16, 8, 128, width)):  # the smallest and the largest
+            common = {"SLOTS": 16, "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "PRECISION": precision}
+            data = TABLES | {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
+            constants = common | {"BLOCK_K": t.block_k, "EVEN_K": False}
+            found = {"shrink": compiled(lora_shrink_kernel, data, constants, target, t.warps, 3)}
+            data = TABLES | {"y": f"*{dtype}", "b": f"*{dtype}", "out": f"*{dtype}"}
+            for own, pieces, planes in ((False, 1, 4), (True, 1, 1), (False, 3, 1)):
+                constants = common | {
+                    "BLOCK_N": t.block_n, "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own,
+                    "SCALE": pieces > 1, "BIAS": pieces > 1,
+                }  # fmt: skip
+                pointers = data | {"h": f"*{dtype}" if own else "*fp32"}
+                extra = {"slices": "*i64", "scale": f"*{dtype}", "bias": f"*{dtype}"}
+                if pieces > 1:
+                    pointers |= extra
+                else:
+                    constants |= dict.fromkeys(extra)
+                name = f"expand{', own columns' if own else ''}, {pieces} slices, {planes} planes"
+                found[name] = compiled(lora_expand_kernel, pointers, constants, target, t.warps, 1)
+            for name, kernel in found.items():
+                worst = max(worst, kernel.metadata.shared / SHARED[target])
+                print(f"sm_{target} {dtype} {t.block_m} x {t.block_r} {name}: {kernel.metadata.shared} bytes shared")
+    return int(worst > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(target) for target in sys.argv[1:]]))
