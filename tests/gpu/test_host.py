@@ -134,10 +134,100 @@ def test_a_model_on_two_devices_gets_one_copy_each(family: Family) -> None:
     runtime, host = model._multilora, host_of(model, "b")
     runtime.fill(0, host_of(model, "a"))
     assert len(transfers(lambda: runtime.fill(1, host))) == 2
+    assert sorted(device.index for device in runtime._staging) == [0, 1]
     for module, (a, b) in host.factors.items():
         on_device = runtime.sites[module][1].tenant(1)
         assert on_device[0].get_device() == int("layers.1" in module)
         assert torch.equal(on_device[0].cpu(), a) and torch.equal(on_device[1].cpu(), b)
+
+
+# -- staging ----------------------------------------------------------------------------------------
+def assert_in_slot(model: Any, slot: int, name: str) -> None:
+    """Bit by bit what the host holds."""
+    for module, (a, b) in host_of(model, name).factors.items():
+        on_device = model._multilora.sites[module][1].tenant(slot)
+        assert torch.equal(on_device[0].cpu(), a) and torch.equal(on_device[1].cpu(), b)
+        assert not torch.equal(on_device[0].cpu(), -a), "other values pass: the check says nothing"
+
+
+def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(family: Family, tmp_path: Path) -> None:
+    own = Family(family.base, tmp_path, {"x": {"r": 3}, "y": {"r": 3}, "z": {"r": 4}, "large": {"r": 20}})
+    model = model_of(own, max_loras=1, max_lora_rank=20)
+    runtime = model._multilora
+    check(own, model, ["x", None])
+    (staging,) = runtime._staging.values()
+    small, large = host_of(model, "x").nbytes, host_of(model, "large").nbytes
+    assert staging.buffer.is_cuda and staging.buffer.nbytes == small < large - 4096
+    buffer, views = staging.buffer.data_ptr(), staging.views
+    for name in ("y", "x", "y"):
+        copies = transfers(lambda name=name: runtime.fill(0, host_of(model, name)))
+        assert len(copies) == 1 and "Pinned" in copies[0], copies
+        assert staging.buffer.data_ptr() == buffer and staging.views is views
+        assert_in_slot(model, 0, name)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    runtime.fill(0, host_of(model, "large"))
+    assert staging.buffer.nbytes == large and staging.views is not views
+    assert large - small - 1024 <= torch.cuda.memory_allocated() - start
+    assert torch.cuda.max_memory_allocated() - start <= large - small + 1024, "the old buffer is given up first"
+    assert_in_slot(model, 0, "large")
+    buffer = staging.buffer.data_ptr()
+    for name in ("z", "x", "large", "y"):
+        runtime.fill(0, host_of(model, name))
+        assert staging.buffer.data_ptr() == buffer and staging.buffer.nbytes == large
+        assert_in_slot(model, 0, name)
+    runtime.empty(0)
+    runtime.refresh()
+    model.delete_adapter("x")  # whose slot the store believed this to be
+    check(own, model, ["y", None])
+    check(own, model, ["large", None])
+
+
+def test_memory_stays_flat_while_staging_is_kept(family: Family, tmp_path: Path) -> None:
+    own = Family(family.base, tmp_path, {"x": {"r": 3}, "y": {"r": 3}, "large": {"r": 20}})
+    model = model_of(own, max_loras=1, max_lora_rank=20)
+    for name in ("large", "x", "y", "large", "x", "y"):
+        check(own, model, [name, None])
+    gc.collect()
+    (staging,) = model._multilora._staging.values()
+    device, buffer, loads = torch.cuda.memory_allocated(), staging.buffer.data_ptr(), model._multilora.store.loads
+    for _ in range(10):
+        for name in ("x", "y", "large", "y"):
+            check(own, model, [name, None])
+    gc.collect()
+    assert model._multilora.store.loads == loads + 40
+    assert torch.cuda.memory_allocated() == device and staging.buffer.data_ptr() == buffer
+
+
+def test_a_load_that_fails_half_way_leaves_an_empty_slot(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After rows of the same rank were kept and some of them written."""
+    own = Family(family.base, tmp_path, {"x": {"r": 3}, "y": {"r": 3}, "other": {"r": 2}})
+    model, real = model_of(own, max_loras=2), torch._foreach_copy_
+    for _ in range(2):
+        check(own, model, ["x", None, "other"])
+    model.pin_adapter("other")
+    slot = model._multilora.store.slots[model._multilora.store.catalogue.entry("x").id]
+    sites = [slots for _, slots in model._multilora.sites.values()]
+    old = [(slots, *slots.rows.spans[slot]) for slots in sites]
+
+    def broken(targets: Any, sources: Any) -> None:
+        real(targets[:3], sources[:3])
+        raise MemoryError("half way")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", broken)
+    with pytest.raises(MemoryError):
+        logits(model, same_ids(2).cuda(), ["y", None])
+    monkeypatch.undo()
+    for slots, start, r in old:
+        assert slots.laid and slot not in slots.rows.spans
+        for rows in (slots.a, slots.b, slots.buffer[slots.out_features :]):
+            assert not rows[start : start + r].view(torch.int32).any()
+    check(own, model, ["other", None])
+    check(own, model, ["y", None, "other"])
+    check(own, model, ["x", None, "other"])
 
 
 # -- memory -----------------------------------------------------------------------------------------
