@@ -39,7 +39,7 @@ def pools(model: Any) -> dict[str, Any]:
 
 def state(model: Any) -> Any:
     store = model._multilora.store
-    entries = [(e.name, e.id, e.pinned, e.in_flight, e.host is not None) for e in store.catalogue]
+    entries = [(e.name, e.id, e.id in store.pins, e.in_flight, e.host is not None) for e in store.catalogue]
     return entries, dict(store.slots), sorted(store.hosted), store.hosted_bytes, set(model._multilora.sites)
 
 
