@@ -37,7 +37,7 @@ def forward(
     with runtime.lock:
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:
-            runtime.rest()
+            runtime.rest(seat=True)
             runtime.require_default_whole()
             return run(*args, **kwargs)
         if rows is not None and model.training and torch.is_grad_enabled():
@@ -58,13 +58,13 @@ def forward(
                 return run(**arguments)
         if n != len(rows):
             raise RoutingError(f"a forward must have one adapter per row, got {len(rows)} for {n} rows")
-        room, mixable = runtime.limits(rows)
-        plan = passes.plan_passes(rows, room, mixable)
+        limits = runtime.limits(rows)
+        plan = passes.plan_passes(rows, limits)
         if len(plan) == 1:
             with runtime.request(rows):
                 runtime.routing.enter(n, tokens)
                 return run(*args, **kwargs)
-        passes.check_forward(arguments, passes.why_split(rows, room, mixable))
+        passes.check_forward(arguments, passes.why_split(rows, limits))
         if "use_cache" in runtime.parameters or ("kwargs" in runtime.parameters and passes.caches(model.config)):
             arguments["use_cache"] = False  # as nobody asked for a cache, and those of the passes could not be merged
         cuts = [passes.cut(arguments, some, n) for some in plan]
@@ -145,13 +145,13 @@ def generate(
                 request.factors = factors
                 runtime.routing.enter(len(request.slots))  # the block's own rows again, not those of beams
         _check_prompts(arguments, len(rows))
-        room, mixable = runtime.limits(rows)
-        plan = passes.plan_passes(rows, room, mixable)
+        limits = runtime.limits(rows)
+        plan = passes.plan_passes(rows, limits)
         if len(plan) == 1:
             with runtime.request(rows):
                 return base_generate(*args, **kwargs)
         configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
-        pad = passes.check_generate(arguments, configs, passes.why_split(rows, room, mixable))
+        pad = passes.check_generate(arguments, configs, passes.why_split(rows, limits))
         cuts = [passes.cut(arguments, some, len(rows)) for some in plan]
         outputs = []
         for some, part in zip(plan, cuts, strict=True):

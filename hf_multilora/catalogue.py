@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .formats import Adapter, AdapterError
 from .host import HostAdapter
@@ -34,7 +34,6 @@ class Entry:
     config: Mapping[str, Any]
     reader: Callable[[], Adapter] | None
     host: HostAdapter | None = None
-    pinned: bool = False
     in_flight: int = 0
 
     @property
@@ -65,6 +64,15 @@ class Entry:
                 f"changed; load_adapter(..., {self.name!r}, load_inplace=True) takes the new ones"
             )
         return adapter
+
+
+class Limits(NamedTuple):
+    """What a call with certain adapters must keep to: see `AdapterStore.room`. mixable: whether its rows can mix."""
+
+    room: int
+    held: frozenset[int]
+    mixable: bool
+    max_loras: int
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .catalogue import Limits
 from .store import CapacityError
 
 # Arguments with one entry per row. Any other tensor with more than one row must be known before it is cut.
@@ -27,26 +28,32 @@ SPLIT_CHANGES = ("streamer", "logits_processor", "stopping_criteria", "prefix_al
                  "custom_generate", "encoder_outputs", "max_time")  # fmt: skip
 
 
-def plan_passes(ids: Sequence[int], room: int, mixable: bool) -> list[list[int]]:
-    """Rows of each pass: at most `room` distinct adapters, or one (base rows apart) where the modules cannot mix."""
-    distinct = list(dict.fromkeys(i for i in ids if (mixable and i) or not mixable))
-    step = max(room, 1) if mixable else 1
-    if len(distinct) <= step:
+def plan_passes(ids: Sequence[int], limits: Limits) -> list[list[int]]:
+    """Rows of each pass: at most `room` distinct adapters beside those that hold a slot anyway, which are in the first;
+    or one adapter (base rows apart) where the modules cannot mix. One pass where there is room for none: it raises.
+    """
+    distinct = list(dict.fromkeys(ids)) if not limits.mixable else list(dict.fromkeys(i for i in ids if i))
+    others = [i for i in distinct if i and i not in limits.held]
+    if len(distinct) <= 1 or (others and limits.room < 1) or (limits.mixable and len(others) <= limits.room):
         return [list(range(len(ids)))]
-    groups = [set(distinct[k : k + step]) for k in range(0, len(distinct), step)]
-    if mixable:
-        groups[0].add(0)
+    if limits.mixable:
+        groups = [set(others[k : k + limits.room]) for k in range(0, len(others), limits.room)]
+        groups[0] |= limits.held | {0}
+    else:
+        groups = [{i} for i in distinct]
     return [[row for row, i in enumerate(ids) if i in group] for group in groups]
 
 
-def why_split(ids: Sequence[int], room: int, mixable: bool) -> str:
-    distinct = len(set(ids) - {0})
-    if not mixable:
+def why_split(ids: Sequence[int], limits: Limits) -> str:
+    if not limits.mixable:
         return (
             "the adapters of this batch train modules whose rows cannot be attributed to batch rows, so each adapter "
             "would need a pass of its own"
         )
-    return f"this batch has {distinct} distinct adapters, {room} fit at once: it needs max_loras={distinct}"
+    distinct = set(ids) - {0}
+    fit = limits.room + len(limits.held & distinct)
+    needed = limits.max_loras + len(distinct) - fit
+    return f"this batch has {len(distinct)} distinct adapters, {fit} fit at once: it needs max_loras={needed}"
 
 
 def refuse(what: str, reason: str) -> CapacityError:

@@ -87,10 +87,9 @@ def plan(
         for name in modules
     }  # fmt: skip
     fits = None
-    if room is not None and config.max_lora_rank is not None:
-        fits = room // total(1)
-    elif room is not None:
-        fits = bisect_right(range(1, len(ranks) + 1), room, key=total)
+    if room is not None:
+        most = len(ranks) if config.max_lora_rank is None else room  # of a byte each at least
+        fits = bisect_right(range(1, most + 1), room, key=total)
     base_bytes = sum(parameter.nbytes for parameter in model.parameters())
     return MemoryPlan(per_module, base_bytes, sizes, config.max_loras, room, fits)
 

@@ -10,13 +10,15 @@ from .runtime import Runtime
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes taken by adapters. per_module: pools of rank rows on the device; slots: adapter in each (None: free).
+    """Bytes taken by adapters. per_module: pools of rank rows on the device, device_bytes in all; slots: adapter in
+    each (None: free). staging_bytes: where adapters arrive on CUDA devices, as large as the largest one that came.
 
     host_bytes: the host copies of `host_adapters` adapters; host_pinned_bytes: those of them that are page-locked.
     """
 
     per_module: dict[str, int]
     device_bytes: int
+    staging_bytes: int
     host_bytes: int
     host_pinned_bytes: int
     host_adapters: int
@@ -51,15 +53,17 @@ class WarmupReport:
 def memory_report(runtime: Runtime) -> MemoryReport:
     """See MultiLoRAModel.memory_report."""
     store = runtime.store
-    sites = {name: slots for name, (_, slots) in runtime.sites.items()}
     names: list[str | None] = [None] * store.max_loras
-    for adapter_id, slot in store.slots.items():
-        names[slot] = store.catalogue.by_id(adapter_id).name
-    hosts = [e.host for e in store.catalogue if e.host is not None]
+    with store.lock:
+        sites = {name: slots for name, (_, slots) in runtime.sites.items()}
+        for adapter_id, slot in store.slots.items():
+            names[slot] = store.catalogue.by_id(adapter_id).name
+        hosts = [e.host for e in store.catalogue if e.host is not None]
     per_module = {name: slots.nbytes for name, slots in sites.items()}
     return MemoryReport(
         per_module=per_module,
         device_bytes=sum(per_module.values()),
+        staging_bytes=sum(staging.buffer.nbytes for staging in runtime.staging.values()),
         host_bytes=sum(host.nbytes for host in hosts),
         host_pinned_bytes=sum(host.nbytes for host in hosts if host.pinned),
         host_adapters=len(hosts),
@@ -84,7 +88,7 @@ def list_adapters(runtime: Runtime) -> list[dict[str, Any]]:
             "bytes": e.nbytes,
             "on_device": e.id in store.slots,
             "in_host_memory": e.host is not None,
-            "pinned": e.pinned,
+            "pinned": e.id in store.pins,
             "default": e.name == runtime.default,
         }
         for e in store.catalogue

@@ -14,7 +14,7 @@ from .config import MultiLoRAConfig
 from .formats import Adapter, ModuleShape
 from .host import HostAdapter, host_budget, out_of_memory, pack
 from .kernels.backends import Backend, choose
-from .layers import ModuleSlots, unwrap, wrap
+from .layers import ModuleSlots, require_free, unwrap, wrap
 from .layers.augmented import prepare
 from .layers.slots import Pool, home_of
 from .patches.facts import Facts
@@ -37,11 +37,11 @@ class Residency:
         self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
         self.sites: dict[str, tuple[nn.Module, ModuleSlots]] = {}
         self.parents: dict[str, tuple[nn.Module, str]] = {}  # of the adapted modules: parent, own name
-        self._staging: dict[torch.device, Staging] = {}
+        self.staging: dict[torch.device, Staging] = {}  # kept, as large as the largest adapter
         self._stale = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_staging": {}, "_stale": True}
+        return self.__dict__ | {"staging": {}, "_stale": True}
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)
@@ -74,15 +74,18 @@ class Residency:
                 mixable=shape.mixable,
             )  # fmt: skip
             slots.fixed_dtype = self.config.dtype
-            wrap(module, shape.kind, slots)
-            self.sites[name] = (module, slots)
+            require_free(module, name)
             parent, _, own = name.rpartition(".")
             self.parents[name] = (self.model.get_submodule(parent), own)
+            self.sites[name] = (module, slots)  # before it is wrapped: an interrupt must find what to undo
+            wrap(module, shape.kind, slots)
 
     def release_site(self, name: str) -> None:
-        module, _ = self.sites.pop(name)
+        module, slots = self.sites[name]
+        if module.__dict__.get("_lora") is slots:
+            unwrap(module)
+        del self.sites[name]
         del self.parents[name]
-        unwrap(module)
 
     def equip(self, slots: Collection[int]) -> None:
         """Modules where one of these slots has rows get their backend. Raises KernelError where it cannot be had."""
@@ -175,7 +178,7 @@ class Residency:
             for device, names in homes.items():
                 if device.type == "cuda":
                     host.pin()
-                staging = self._staging.setdefault(device, Staging(device))
+                staging = self.staging.get(device) or self.staging.setdefault(device, Staging(device))
                 try:
                     sources = staging.take(host, names)
                     targets: list[Tensor] = []
@@ -283,9 +286,13 @@ class Residency:
         self._stale = False
 
     def moved(self) -> None:
-        """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go."""
-        self._stale = True
+        """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and
+        with another dtype all slots do: their rows were rounded on the way."""
+        self._stale, self.staging = True, {}
         dtypes = {name: self.dtype_of(module) for name, (module, _) in self.sites.items()}
-        self.store.forget(lambda host: host.outdated(dtypes))
+        converted = [slots for _, slots in self.sites.values() if slots.converted]
+        self.store.forget(lambda host: host.outdated(dtypes), slots=bool(converted), idle=not self.routing.open)
+        for slots in converted:
+            slots.converted = self.routing.open
         if self.routing.open:
             self.refresh()

@@ -88,12 +88,13 @@ class Routing:
 
     def push(self, request: Request) -> None:
         self.require_own()
-        self.stack.append(request)
-        self.open = True
         try:
+            self.stack.append(request)
+            self.open = True
             self.enter(len(request.slots))
         except BaseException:
-            self.pop(request)
+            if request in self.stack:
+                self.pop(request)
             raise
 
     def pop(self, request: Request | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .catalogue import check_name
+from .catalogue import Limits, check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
 from .formats import Adapter, read_adapter
@@ -100,7 +100,7 @@ class Runtime(Residency):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"set_adapter takes one name, or None for the base, got {name!r}")
         with self.lock:
-            self.rest()
+            self.rest(seat=False)
             entry = None if name is None else self.store.catalogue.entry(name)
             slots = self.seat([] if entry is None else [entry.id])
             try:
@@ -110,14 +110,26 @@ class Runtime(Residency):
                 raise
             old, self.default = self.default, name
             self.routing.stand(BASE if entry is None else slots[entry.id])
-            if old is not None:
+            if not self.routing.open:
+                self.store.hold_only([] if entry is None else [entry.id])
+            elif old is not None:
                 self.store.release([self.store.catalogue.entry(old).id])
 
-    def rest(self) -> None:
-        """Between calls only the default is held, and stands: after an interrupt more may be, or something else."""
+    def rest(self, *, seat: bool) -> None:
+        """Between calls only the default is held, and stands: after an interrupt more may be, or something else.
+
+        seat: bring a default to a slot that lost its own, as its copy was outdated; else the base stands for it.
+        """
         if self.routing.open:
             return
         ids = [] if self.default is None else [self.store.catalogue.entry(self.default).id]
+        if ids and ids[0] not in self.store.slots:
+            self.store.hold_only([])
+            self.routing.stand(BASE)
+            if seat:
+                self.seat(ids)
+            else:
+                ids = []
         self.store.hold_only(ids)
         slots = [self.store.slots[i] for i in ids]
         with self.store.lock:
@@ -125,6 +137,14 @@ class Runtime(Residency):
                 self.refresh()
                 self.equip(slots)
         self.routing.stand(slots[0] if slots else BASE)
+
+    def moved(self) -> None:
+        """See Residency.moved; a default whose copy was outdated is read again. Raises AdapterError where the new dtype
+        cannot hold it: calls that name no adapter then raise, until set_adapter names another."""
+        super().moved()
+        with self.lock:
+            if self.default is not None:
+                self.rest(seat=True)
 
     def require_default_whole(self) -> None:
         """Raises RuntimeError where a module that the default adapter trains was replaced."""
@@ -177,11 +197,12 @@ class Runtime(Residency):
             self.store.catalogue.by_id(i)
         return list(ids)
 
-    def limits(self, ids: Sequence[int]) -> tuple[int, bool]:
+    def limits(self, ids: Sequence[int]) -> Limits:
         """How many distinct adapters fit in one pass of a call with these ids, and whether its rows can mix at all."""
         wanted = set(ids) - {0}
         trained = {name for i in wanted for name in self.store.catalogue.by_id(i).ranks}
-        return self.store.room(wanted), all(self.sites[name][1].mixable for name in trained)
+        mixable = all(self.sites[name][1].mixable for name in trained)
+        return Limits(*self.store.room(wanted), mixable, self.store.max_loras)
 
     def seat(self, ids: Sequence[int]) -> dict[int, int]:
         """`store.acquire`, then new layouts, also after an error: adapters in force may have been moved before it."""
@@ -195,18 +216,19 @@ class Runtime(Residency):
     def request(self, ids: Sequence[int], *, ragged: bool = False) -> Iterator[None]:
         """Route `ids` (one per row; ragged: one per token) while the block runs; nothing is left behind."""
         with self.lock:
-            self.rest()
+            self.rest(seat=False)
             slots = self.seat(ids)
             try:
                 with self.store.lock:
                     self.settle(slots.values())
                 request = Request(tuple(slots.get(i, BASE) for i in ids), ragged=ragged)
-                self.routing.push(request)
                 try:
+                    self.routing.push(request)
                     yield
                 finally:
                     try:
-                        self.routing.pop(request)
+                        if request in self.routing.stack:
+                            self.routing.pop(request)
                     except KeyboardInterrupt:  # left open, its rows would be those of the next call
                         if request in self.routing.stack:
                             self.routing.pop(request)

@@ -42,8 +42,7 @@ class AdapterStore:
     host_bytes: int
     catalogue: Catalogue = field(default_factory=Catalogue)
     slots: OrderedDict[int, int] = field(default_factory=OrderedDict)  # id -> slot, least recently used first
-    hosted: OrderedDict[int, None] = field(default_factory=OrderedDict)  # id, least recently used first
-    hosted_bytes: int = 0
+    hosted: OrderedDict[int, int] = field(default_factory=OrderedDict)  # id -> bytes, least recently used first
     pins: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # ids: all that calls use, perhaps more
     loads: int = 0
@@ -70,7 +69,12 @@ class AdapterStore:
             self.refuse_taken(name)
             entry = self._entry(name, self.catalogue.next_id, adapter, reader)
             self.catalogue.put(entry)
-            self._host(entry)
+            try:
+                self._host(entry)
+            except BaseException:  # an interrupt while others make room
+                self._drop_host(entry)
+                self.catalogue.drop(entry)
+                raise
             return entry
 
     def refuse_taken(self, name: str) -> None:
@@ -87,7 +91,6 @@ class AdapterStore:
             old = self.catalogue.entry(name)
             self._require_idle(old, "replaced")
             entry = self._entry(name, old.id, adapter, reader)
-            entry.pinned = old.pinned
             self._free_slot(old)
             self._drop_host(old)
             self.catalogue.put(entry)
@@ -109,10 +112,8 @@ class AdapterStore:
     def pin(self, name: str) -> None:
         """Keep the adapter in both tiers. Raises CapacityError where more would be pinned than there are slots."""
         with self.lock:
-            entry = self.catalogue.entry(name)
             self.refuse_pin(name)
-            entry.pinned = True
-            self.pins.add(entry.id)
+            self.pins.add(self.catalogue.entry(name).id)
 
     def refuse_pin(self, name: str) -> None:
         """Raises CapacityError where a pin of `name`, registered or not, would be one too many."""
@@ -124,15 +125,17 @@ class AdapterStore:
 
     def unpin(self, name: str) -> None:
         with self.lock:
-            entry = self.catalogue.entry(name)
-            entry.pinned = False
-            self.pins.discard(entry.id)
+            self.pins.discard(self.catalogue.entry(name).id)
 
     # -- residency -------------------------------------------------------------------------------------------
-    def room(self, wanted: Iterable[int]) -> int:
-        """How many distinct adapters a call that wants these can have in slots at once."""
-        busy = {i for i in self.slots if self.catalogue.by_id(i).in_flight}  # what is in flight has a slot
-        return self.max_loras - len((busy | self.pins) - set(wanted))
+    def room(self, wanted: Iterable[int]) -> tuple[int, frozenset[int]]:
+        """(slots for adapters that hold none, those of `wanted` that hold one): running calls, the default and pins do.
+
+        The first may be negative: pins wait for slots that calls use.
+        """
+        with self.lock:
+            holding = {i for i in self.slots if self.catalogue.by_id(i).in_flight} | self.pins
+            return self.max_loras - len(holding), frozenset(holding.intersection(wanted))
 
     def acquire(self, ids: Iterable[int]) -> dict[int, int]:
         """Bring adapters into slots and hold them there: id -> slot (the base has none). Undo with `release`.
@@ -142,11 +145,14 @@ class AdapterStore:
         with self.lock:
             wanted = list(dict.fromkeys(i for i in ids if i))
             entries = [self.catalogue.by_id(i) for i in wanted]
-            room = self.room(wanted)
-            if wanted and len(wanted) > room:  # room may be negative: pins wait for slots that calls use
+            new = [i for i in wanted if i not in self.slots]
+            stay = {i for i in self.slots if i in wanted or self.catalogue.by_id(i).in_flight}
+            room = self.max_loras - len((stay | self.pins).difference(new))
+            if len(new) > max(room, 0):
+                fit = len(wanted) - len(new) + room
                 raise CapacityError(
-                    f"{len(wanted)} distinct adapters must fit in {room} free slots (max_loras={self.max_loras}, the "
-                    f"rest is pinned, in use or the default); raise max_loras to {self.max_loras + len(wanted) - room}"
+                    f"{len(wanted)} distinct adapters must fit in {fit} free slots (max_loras={self.max_loras}, the "
+                    f"rest is pinned, in use or the default); raise max_loras to {self.max_loras + len(new) - room}"
                 )
             self.held.update(wanted)
             for entry in entries:
@@ -183,7 +189,7 @@ class AdapterStore:
         slot = next((s for s in range(self.max_loras) if s not in taken), None)
         victim = None
         if slot is None:
-            victim = next(e for e in map(self.catalogue.by_id, self.slots) if not e.pinned and not e.in_flight)
+            victim = next(e for e in map(self.catalogue.by_id, self.slots) if e.id not in self.pins and not e.in_flight)
             slot = self.slots[victim.id]
         try:
             if victim is not None:  # its slot is free from here on; `fill` replaces what is in it
@@ -229,19 +235,19 @@ class AdapterStore:
         if entry.host is None:
             entry.host = self._pack(entry.name, entry.read())
             entry.nbytes = entry.host.nbytes  # the base's dtype may have changed since
-        if entry.id not in self.hosted:
-            self.hosted_bytes += entry.nbytes
-        self.hosted[entry.id] = None
+        self.hosted[entry.id] = entry.nbytes
         self.hosted.move_to_end(entry.id)
         if self._over():
             self._trim(keep=entry)
         return entry.host
 
     def _drop_host(self, entry: Entry) -> None:
-        if entry.id in self.hosted:
-            del self.hosted[entry.id]
-            self.hosted_bytes -= entry.nbytes
+        self.hosted.pop(entry.id, None)
         entry.host = None
+
+    @property
+    def hosted_bytes(self) -> int:
+        return sum(self.hosted.values())
 
     def _trim(self, keep: Entry) -> None:
         """Drop least recently used host copies, and their slots with them, until the rest fits."""
@@ -253,18 +259,23 @@ class AdapterStore:
             self._free_slot(victim)
             self._drop_host(victim)
 
-    @staticmethod
-    def _droppable(entry: Entry) -> bool:
-        return not entry.pinned and not entry.in_flight and entry.reader is not None
+    def _droppable(self, entry: Entry) -> bool:
+        return entry.id not in self.pins and not entry.in_flight and entry.reader is not None
 
-    def forget(self, outdated: Callable[[HostAdapter], bool]) -> None:
-        """Drop outdated host copies and their slots; the next use reads the adapter again. Those in use stay."""
+    def forget(self, outdated: Callable[[HostAdapter], bool], *, slots: bool, idle: bool) -> None:
+        """Drop outdated host copies and their slots, or with `slots` all slots; the next use reads or loads again.
+
+        idle: no call runs, so nothing but the default is in use, which goes too; else what is in use stays.
+        """
         with self.lock:
             for entry in self.catalogue:
-                if entry.host is None or entry.reader is None or entry.in_flight or not outdated(entry.host):
+                if entry.in_flight and not idle:
                     continue
-                self._free_slot(entry)
-                self._drop_host(entry)
+                drop = entry.host is not None and entry.reader is not None and outdated(entry.host)
+                if drop or slots:
+                    self._free_slot(entry)
+                if drop:
+                    self._drop_host(entry)
 
     def _over(self) -> bool:
         if self.max_cpu_loras is not None:

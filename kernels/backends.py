@@ -73,9 +73,11 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, so also on CPU tensors: TRITON_INTERPRET=1 before the import."""
-    import triton
+    from triton.runtime.interpreter import InterpretedFunction
 
-    return bool(triton.knobs.runtime.interpret)
+    from .lora_shrink import lora_shrink_kernel
+
+    return isinstance(lora_shrink_kernel, InterpretedFunction)
 
 
 def choose(setting: str, deterministic: bool, device: torch.device, dtype: torch.dtype) -> Backend:

@@ -11,6 +11,12 @@ def _must(condition: bool, what: str) -> None:
         raise ValueError(what)
 
 
+def check_dtypes(op: str, backend: str, *tensors: Tensor) -> None:
+    """Raises ValueError for what only the torch backend computes."""
+    wide = [t.dtype for t in tensors if t.dtype == torch.float64]
+    _must(backend == "torch" or not wide, f"{op}: float64 needs the torch backend, got {backend!r}")
+
+
 def check_tables(op: str, rows: int, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor) -> None:
     for name, table, dims in (("order", order, 1), ("offsets", offsets, 1), ("starts", starts, 2), ("ranks", ranks, 2)):
         _must(

@@ -7,6 +7,7 @@ Tables, on the device of the data: `order` int32 [R] lists the rows sorted by sl
 int32 [S + 1] says that the rows of slot s are order[offsets[s]:offsets[s + 1]]; `starts`, `ranks` int32 [L, S] say that
 slot s owns the rank rows starts[l, s]:starts[l, s] + ranks[l, s] in slice l. `slices` int64 [L, 3]: first column in y,
 columns n, and where in b, taken as flat, rank row 0 of that slice would lie; a rank row of the slice has n elements.
+The slices cover all columns of y. Triton has float16, bfloat16 and float32, torch float64 too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .backends import backend as backend_named
-from .checks import check_expand, check_shrink
+from .checks import check_dtypes, check_expand, check_shrink
 
 NAMESPACE = "hf_multilora"
 TABLES = "Tensor order, Tensor offsets, Tensor starts, Tensor ranks"
@@ -42,6 +43,7 @@ def lora_shrink(
     and in base rows is not specified, and nothing reads it. K is summed in `split` ranges, one per z (torch: 1).
     """
     check_shrink(x, a, order, offsets, starts, ranks, max_rank, split)
+    check_dtypes("lora_shrink", backend, x)
     return backend_named(backend).shrink(x, a, order, offsets, starts, ranks, max_rank, split)
 
 
@@ -58,6 +60,7 @@ def lora_expand(
     slots that own rank rows in that slice.
     """
     check_expand(y, h, b, order, offsets, starts, ranks, slices, scale, bias, own_columns)
+    check_dtypes("lora_expand", backend, y, h, b)
     return backend_named(backend).expand(y, h, b, order, offsets, starts, ranks, slices, scale, bias, own_columns)
 
 

@@ -21,6 +21,8 @@ from .lora_expand import lora_expand_kernel
 from .lora_shrink import lora_shrink_kernel
 
 NARROW = 64  # tokens per group up to which the smallest tile is used
+# of the compiler, its assembler, and the C compiler (a missing one too) that builds launchers
+BROKEN = (triton.CompilationError, PTXASError, triton.OutOfResources, subprocess.CalledProcessError, FileNotFoundError)
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
 
@@ -87,7 +89,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **co
     """Raises KernelError where the kernel cannot be compiled."""
     try:
         kernel[grid](*arguments, **constants)
-    except (triton.CompilationError, PTXASError, triton.OutOfResources, subprocess.CalledProcessError) as error:
+    except BROKEN as error:
         raise _broken(kernel, error) from error
     except RuntimeError as error:
         if "C compiler" not in str(error):  # Triton builds its launcher with one

@@ -78,7 +78,9 @@ def state(model: Any) -> dict[str, Any]:
         "active": runtime.routing.active,
         "uniform": runtime.routing.uniform,
         "rows": runtime.routing.rows,
-        "adapters": [(e.name, e.id, e.digest, e.pinned, e.in_flight) for e in runtime.store.catalogue],
+        "adapters": [
+            (e.name, e.id, e.digest, e.id in runtime.store.pins, e.in_flight) for e in runtime.store.catalogue
+        ],
         "sites": set(runtime.sites),
         "default": runtime.default,
         "held by this thread": runtime.lock._is_owned(),

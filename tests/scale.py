@@ -90,12 +90,9 @@ def short(want: Tensor, sequences: Tensor) -> float:
 class Life:
     """Random batches on a model of a fleet, with the catalogue in change between them."""
 
-    def __init__(
-        self, fleet: Fleet, model: Any, *, most: int = 12, tolerance: float = 1e-5, held_in_passes: bool = True
-    ) -> None:
+    def __init__(self, fleet: Fleet, model: Any, *, most: int = 12, tolerance: float = 1e-5) -> None:
         self.fleet, self.model, self.rng = fleet, model, fleet.rng
         self.most, self.tolerance = most, tolerance
-        self.held_in_passes = held_in_passes  # also batches that need passes have pinned adapters and the default
         self.default: str | None = None
         self.pinned: list[str] = []
         self.seen = dict.fromkeys(("rows", "passes", "controls", "generated", "reloads", "deletes", "pins"), 0)
@@ -131,9 +128,6 @@ class Life:
         rng, known = self.rng, list(self.fleet.paths)
         often = [*known[:40], *self.pinned]
         some = [rng.choice(often if rng.random() < 0.5 else known) for _ in range(rng.randint(1, self.most))]
-        held = {*self.pinned, self.default}
-        if not self.held_in_passes and len(set(some) | held) > self.model._multilora.store.max_loras:
-            some = [n for n in some if n not in held] or some[:1]
         names: list[str | None] = [*some, *[None] * rng.randint(1, 2), rng.choice(some)]
         rng.shuffle(names)
         return names
@@ -180,7 +174,7 @@ class Life:
         assert {e.id for e in entries if e.host is not None} == set(store.hosted)
         assert store.hosted_bytes == sum(e.host.nbytes for e in entries if e.host is not None)
         assert {e.name: e.in_flight for e in entries if e.in_flight} == ({self.default: 1} if self.default else {})
-        assert {e.name for e in entries if e.pinned} == set(self.pinned) and not runtime.routing.open
+        assert {e.name for e in entries if e.id in store.pins} == set(self.pinned) and not runtime.routing.open
         tenants = {slot: store.catalogue.by_id(i).ranks for i, slot in store.slots.items()}
         for name, (_, site) in runtime.sites.items():
             ranks = {slot: ranks[name] for slot, ranks in tenants.items() if name in ranks}
@@ -231,7 +225,7 @@ def long_life(folder: Path, device: str, tolerance: float) -> dict[int, Marks]:
     base = copy.deepcopy(fleet.base)
     before = snapshot(base)
     model = fleet.model(base, max_loras=8, max_cpu_loras=64)
-    life = Life(fleet, model, tolerance=tolerance, held_in_passes=False)
+    life = Life(fleet, model, tolerance=tolerance)
     marks, pools = {}, {}
     for i in range(1, BATCHES + 1):
         life.change()

@@ -33,7 +33,7 @@ EDGES: dict[str, set[str]] = {
     "catalogue": {"formats", "host"},
     "collator": {"catalogue"},
     "store": {"catalogue", "formats", "host", "pool"},
-    "passes": {"store"},
+    "passes": {"catalogue", "store"},
     "residency": BELOW_MODEL,
     "runtime": {*BELOW_MODEL, "residency"},
     "calls": {"entry", "passes", "routing", "runtime"},

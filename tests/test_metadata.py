@@ -1,4 +1,4 @@
-"""What a call writes about its rows: once per change of (rows, slots), of the size of the rows, on every device once."""
+"""What a call writes about its rows: once per change of (rows, slots), once per device, of the size of the rows."""
 
 from __future__ import annotations
 

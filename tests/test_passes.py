@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 from hf_multilora import CapacityError, RoutingError
+from hf_multilora.catalogue import Limits
 from hf_multilora.passes import check_generate, cut, merge, merge_sequences, plan_passes
 from tests.models import NEW, PAD, VOCAB, Family, check_rows, generated, prompts, row_of
 
@@ -261,12 +262,25 @@ def test_what_shorter_passes_are_padded_with(given: dict[str, Any], model: dict[
     assert check_generate(given, configs, "why") == pad
 
 
-def test_plans() -> None:
-    assert plan_passes([1, 2, 0, 1], 2, True) == [[0, 1, 2, 3]]
-    assert plan_passes([1, 2, 3, 0, 1], 2, True) == [[0, 1, 3, 4], [2]]
-    assert plan_passes([0, 0], 1, True) == plan_passes([0, 0], 1, False) == [[0, 1]]
-    assert plan_passes([1, 1], 1, False) == [[0, 1]]
-    assert plan_passes([1, 0, 2, 1], 8, False) == [[0, 3], [1], [2]]
+# ids of the rows, room, those that hold a slot, whether rows can mix -> rows of each pass
+PLANS = [
+    ([1, 2, 0, 1], 2, (), True, [[0, 1, 2, 3]]),
+    ([1, 2, 3, 0, 1], 2, (), True, [[0, 1, 3, 4], [2]]),
+    ([0, 0], 1, (), True, [[0, 1]]),
+    ([0, 0], 1, (), False, [[0, 1]]),
+    ([1, 1], 1, (), False, [[0, 1]]),
+    ([1, 0, 2, 1], 8, (), False, [[0, 3], [1], [2]]),
+    ([1, 2, 3, 0, 4], 1, (3, 9), True, [[0, 2, 3], [1], [4]]),  # 3 has its slot in every pass
+    ([1, 2, 0], 0, (1, 2), True, [[0, 1, 2]]),
+    ([1, 2, 3], 0, (1, 2), True, [[0, 1, 2]]),  # no room for 3 in any pass: one, which raises before any work
+    ([1, 0, 2], -1, (1,), False, [[0, 1, 2]]),
+    ([1, 0, 2], 0, (1, 2), False, [[0], [1], [2]]),
+]
+
+
+@pytest.mark.parametrize(("ids", "room", "held", "mixable", "passes"), PLANS)
+def test_plans(ids: list[int], room: int, held: tuple[int, ...], mixable: bool, passes: list[list[int]]) -> None:
+    assert plan_passes(ids, Limits(room, frozenset(held), mixable, 8)) == passes
 
 
 def test_cuts_and_merges_are_each_others_inverse() -> None:

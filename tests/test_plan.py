@@ -233,10 +233,9 @@ def test_what_a_config_does_not_tell_is_refused(made: Any, tmp_path: Path) -> No
 
 
 # -- how many fit -------------------------------------------------------------------------------------
-NOT_YET = pytest.mark.xfail(strict=True, reason="plan divides the budget by one slot's pool, which is rounded up")
 
 
-@pytest.mark.parametrize("rank", [None, pytest.param(23, marks=NOT_YET), 32])
+@pytest.mark.parametrize("rank", [None, 23, 32])
 def test_how_many_fit(made: Any, rank: int | None) -> None:
     base, folder, paths = made("llama")
     costs = [really(base, paths, max_loras=n, max_lora_rank=rank)[0].device_bytes for n in range(1, len(paths) + 1)]
@@ -258,9 +257,7 @@ def test_how_many_fit(made: Any, rank: int | None) -> None:
     assert MultiLoRAModel.plan(base, paths).fits is None
 
 
-@pytest.mark.parametrize(
-    ("rank", "fits"), [pytest.param(5, 6, marks=NOT_YET), pytest.param(8, 4, marks=NOT_YET), (16, 2), (17, 1)]
-)
+@pytest.mark.parametrize(("rank", "fits"), [(5, 6), (8, 4), (16, 2), (17, 1)])
 def test_slots_of_small_ranks_share_sixteen_rank_rows(made: Any, rank: int, fits: int) -> None:
     """How many fit in the room of 32 rank rows per module, and in a byte less than that."""
     room = MultiLoRAModel.plan(made("llama")[0], max_lora_rank=32, max_loras=1).device_bytes

@@ -201,7 +201,9 @@ def test_nothing_is_written_while_rows_and_slots_stay(routing: Routing, layout: 
 
 def test_addresses_stay_while_the_number_of_rows_stays(routing: Routing, layout: CountedLayout) -> None:
     def addresses() -> list[int]:
-        return [t.data_ptr() for t in (layout.rows.order, layout.rows.offsets, layout.closed, layout.starts, layout.ranks)]
+        return [
+            t.data_ptr() for t in (layout.rows.order, layout.rows.offsets, layout.closed, layout.starts, layout.ranks)
+        ]
 
     def of(slots: tuple[int, ...]) -> list[int]:
         routing.push(Request(slots))

@@ -45,7 +45,7 @@ def test_what_is_kept_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bounds", [(1, 1), (2, 2), (3, None), (5, 6)], ids=str)
 def test_few_slots(tmp_path: Path, bounds: tuple[int, int | None]) -> None:
     fleet = Fleet(tmp_path, 14, seed=1)
-    life = Life(fleet, fleet.model(max_loras=bounds[0], max_cpu_loras=bounds[1]), most=6, held_in_passes=False)
+    life = Life(fleet, fleet.model(max_loras=bounds[0], max_cpu_loras=bounds[1]), most=6)
     for i in range(40):
         life.change()
         life.batch(generate=i % 8 == 7)
@@ -177,12 +177,12 @@ def pickled(model: Any) -> Any:
 def test_a_copy_lives_on_alone(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     """Made between batches, with pins and a default: both then change, and neither sees the other's changes."""
     fleet = Fleet(tmp_path / "one", 20, seed=2)
-    life = Life(fleet, fleet.model(max_loras=6, max_cpu_loras=7), most=8, held_in_passes=False)
+    life = Life(fleet, fleet.model(max_loras=6, max_cpu_loras=7), most=8)
     for _ in range(10):
         life.change()
         life.batch()
     twin = copy.deepcopy(fleet)
-    other = Life(twin, way(life.model), most=8, held_in_passes=False)
+    other = Life(twin, way(life.model), most=8)
     other.default, other.pinned = life.default, [*life.pinned]
     for each in [life, other] * 10:
         each.batch()
@@ -198,7 +198,7 @@ def test_a_copy_lives_on_alone(tmp_path: Path, way: Callable[[Any], Any]) -> Non
 
 def test_moves_between_batches(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 20, seed=3)
-    life = Life(fleet, fleet.model(max_loras=4, max_cpu_loras=5), most=6, held_in_passes=False)
+    life = Life(fleet, fleet.model(max_loras=4, max_cpu_loras=5), most=6)
     for dtype, tolerance in [
         (torch.float64, 1e-5), (torch.float32, 1e-5), (torch.bfloat16, None), (torch.float32, 1e-5),
         (torch.float16, None), (torch.float64, 1e-9), (torch.float32, 1e-5),

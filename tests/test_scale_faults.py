@@ -1,4 +1,4 @@
-"""Faults of residency that the stress tests found, as small as they get; whoever mends one takes its mark off."""
+"""Faults of residency that the stress tests once found, as small as they get."""
 
 from __future__ import annotations
 
@@ -33,9 +33,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(llama(), tmp_path_factory.mktemp("adapters"), {name: {"r": 1 + i} for i, name in enumerate("abcd")})
 
 
-@pytest.mark.xfail(
-    reason="passes count the slot of a held adapter as free in the passes that do not use it", strict=True
-)
 @pytest.mark.parametrize("how", HELD)
 def test_a_held_adapter_among_the_rows_of_a_call_in_passes(family: Family, how: str) -> None:
     model = family.model(max_loras=2)
@@ -44,9 +41,6 @@ def test_a_held_adapter_among_the_rows_of_a_call_in_passes(family: Family, how: 
         check(family, model, ["b", "a", None, "c", "d"])
 
 
-@pytest.mark.xfail(
-    reason="a bound of slots that pins wait for is put on adapters that are in slots already", strict=True
-)
 def test_the_default_by_its_name_while_a_pin_waits(family: Family) -> None:
     model = family.model(max_loras=1)
     model.set_adapter("a")
@@ -54,7 +48,6 @@ def test_the_default_by_its_name_while_a_pin_waits(family: Family) -> None:
     check(family, model, ["a", None])
 
 
-@pytest.mark.xfail(reason="host copies of adapters in use are not read again when the model moves", strict=True)
 def test_the_default_is_read_again_at_a_finer_dtype(family: Family) -> None:
     base = copy.deepcopy(family.base).bfloat16()
     model = MultiLoRAModel.from_pretrained(copy.deepcopy(base), {n: str(family.paths[n]) for n in "ab"})
@@ -64,7 +57,6 @@ def test_the_default_is_read_again_at_a_finer_dtype(family: Family) -> None:
     check(family, model, ["a", None, "b"], base.float())
 
 
-@pytest.mark.xfail(reason="a default that the new dtype cannot hold becomes Inf without an error", strict=True)
 def test_a_default_that_a_dtype_cannot_hold_is_an_error(family: Family, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(family.paths["a"], tmp_path / "huge"))
     file = folder / "adapter_model.safetensors"
@@ -77,7 +69,6 @@ def test_a_default_that_a_dtype_cannot_hold_is_an_error(family: Family, tmp_path
     assert logits(model, ids(2), [None, None]).isfinite().all()
 
 
-@pytest.mark.xfail(reason="the adapter is in the catalogue before host memory is trimmed, its sites go", strict=True)
 def test_an_interrupt_while_a_new_adapter_displaces_others(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,9 +87,6 @@ def test_an_interrupt_while_a_new_adapter_displaces_others(
     assert error(logits(model, same_ids(1), ["late"]), family.base(same_ids(1)).logits) > 1e-3
 
 
-@pytest.mark.xfail(
-    reason="release_site needs both entries of a site that adapt() makes one after the other", strict=True
-)
 def test_an_interrupt_while_modules_are_adapted(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +106,6 @@ def test_an_interrupt_while_modules_are_adapted(
     assert set(runtime.sites) == before
 
 
-@pytest.mark.xfail(reason="AdapterStore.room and memory_report walk the slots without the store's lock", strict=True)
 @pytest.mark.parametrize("reader", ["call", "report"])
 def test_an_adapter_is_deleted_while_another_thread_walks_the_slots(family: Family, reader: str) -> None:
     model = family.model(max_loras=4)
@@ -147,9 +134,6 @@ def test_an_adapter_is_deleted_while_another_thread_walks_the_slots(family: Fami
     assert not deleter.is_alive() and "b" not in catalogue
 
 
-@pytest.mark.xfail(
-    reason="a module that was interrupted between its views keeps them until its slots change", strict=True
-)
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_an_interrupt_while_a_weight_is_laid(family: Family, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """lay() has moved the weight, and its views are half made: after step 3 it has no bias, and there is no error."""
@@ -176,7 +160,6 @@ def test_an_interrupt_while_a_weight_is_laid(family: Family, monkeypatch: pytest
     check(family, model, names)
 
 
-@pytest.mark.xfail(reason="a module that has its new layout, but not its views, is taken for settled", strict=True)
 def test_an_interrupt_while_a_module_takes_its_layout(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +190,6 @@ class Late(list[Any]):
         raise KeyboardInterrupt
 
 
-@pytest.mark.xfail(reason="Routing.push undoes only what comes after the request is on the stack", strict=True)
 def test_an_interrupt_while_a_request_is_opened(family: Family) -> None:
     model = family.model(max_loras=2)
     routing = model._multilora.routing

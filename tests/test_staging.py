@@ -167,6 +167,6 @@ def test_a_model_s_copy_has_stagings_of_its_own(tmp_path: Path) -> None:
     model = own.model(max_loras=1)
     logits(model, same_ids(2), ["x", None])
     twin = copy.deepcopy(model)
-    assert model._multilora._staging and not twin._multilora._staging
+    assert model._multilora.staging and not twin._multilora.staging
     for each in (model, twin):
         assert_rows(logits(each, same_ids(2), ["y", None]), own.truth(same_ids(2), ["y", None]))

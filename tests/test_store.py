@@ -95,8 +95,9 @@ class Bench:
         return "".join(self.store.catalogue.by_id(i).name for i in self.store.hosted)
 
     def state(self) -> Any:
-        entries = [(e.name, e.id, e.digest, e.pinned, e.in_flight, e.host is not None) for e in self.store.catalogue]
+        entries = [(e.name, e.id, e.digest, e.in_flight, e.host is not None) for e in self.store.catalogue]
         return (
+            sorted(self.store.pins),
             entries,
             dict(self.store.slots),
             sorted(self.store.hosted),
@@ -195,14 +196,14 @@ def test_a_call_that_does_not_fit_says_what_it_needs() -> None:
     bench.store.pin("d")
     with pytest.raises(CapacityError, match=r"2 distinct adapters must fit in 1 free slots.*raise max_loras to 3"):
         bench.use("ab")
-    assert bench.store.room([bench.ids["d"]]) == 2
+    assert bench.store.room([bench.ids["d"]]) == (1, {bench.ids["d"]})
     bench.use("ad")
 
 
 def test_adapters_in_flight_stay() -> None:
     bench = Bench(slots=2)
     held = bench.store.acquire([bench.ids["a"], 0, bench.ids["a"]])
-    assert list(held) == [bench.ids["a"]] and bench.store.room([]) == 1
+    assert list(held) == [bench.ids["a"]] and bench.store.room([]) == (1, set())
     bench.use("b"), bench.use("c"), bench.use("d")
     assert bench.device.held[held[bench.ids["a"]]] == 1.0
     changes = {
@@ -234,7 +235,7 @@ def test_hot_reload_keeps_the_id_and_changes_the_identity() -> None:
     bench.disk.marks["a"] = 7.0
     bench.use("b")
     entry = bench.store.replace("a", bench.disk.adapter("a"), bench.disk.reader("a"))
-    assert entry.id == bench.ids["a"] and entry.identity != old and entry.pinned
+    assert entry.id == bench.ids["a"] and entry.identity != old and entry.id in bench.store.pins
     assert bench.resident == "b" and bench.store.hosted_bytes == 4 * BYTES
     bench.use("a")
     assert bench.disk.reads == [], "one shot: not at each later call"

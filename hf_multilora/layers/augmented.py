@@ -115,6 +115,8 @@ def settle(module: nn.Module, slots: ModuleSlots) -> None:
 
 def prepare(module: nn.Module, slots: ModuleSlots) -> None:
     """Before a request: lay what can be laid, so that no weight moves while calls are traced or captured."""
+    if not slots.looked:
+        slots.look()
     settle(module, slots)
     if slots.layout is not None and not slots.laid and plain_call(module) and can_lay(module, slots):
         lay(module, slots)  # type: ignore[arg-type]

@@ -83,13 +83,18 @@ def mix(mixin: Any, cls: Any) -> type:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def wrap(module: nn.Module, kind: str, slots: ModuleSlots) -> None:
-    """Adapt `module` in place. Raises ValueError where another model has adapted it: it can follow one routing."""
+def require_free(module: nn.Module, name: str) -> None:
+    """Raises ValueError where another model has adapted the module: it can follow one routing."""
     if isinstance(module, LoraLayer):
         raise ValueError(
-            f"{slots.name}: no other MultiLoRAModel may have adapted it, one that shares it has (as "
-            f"{module._lora.name}); unpatch() that one, or give each a copy of the module (copy.deepcopy)"
+            f"{name}: no other MultiLoRAModel may have adapted it, one that shares it has (as {module._lora.name}); "
+            f"unpatch() that one, or give each a copy of the module (copy.deepcopy)"
         )
+
+
+def wrap(module: nn.Module, kind: str, slots: ModuleSlots) -> None:
+    """Adapt `module` in place. Raises ValueError where another model has adapted it."""
+    require_free(module, slots.name)
     module.__dict__["_lora"] = slots
     own: Any = type(module)
     mixin: Any = MIXINS[kind]
@@ -107,7 +112,10 @@ def require_unwrappable(module: nn.Module) -> None:
 
 def unwrap(module: nn.Module) -> None:
     """Give `module` back exactly as it was: class, storage of its own, no attribute left."""
-    require_unwrappable(module)
-    augmented.unlay(module, module._lora)  # type: ignore[arg-type]
-    module.__class__ = type(module).__bases__[1]
+    wrapped = isinstance(module, LoraLayer)  # not so where `wrap` was interrupted
+    if wrapped:
+        require_unwrappable(module)
+    augmented.unlay(module, module.__dict__["_lora"])
+    if wrapped:
+        module.__class__ = type(module).__bases__[1]
     del module.__dict__["_lora"]

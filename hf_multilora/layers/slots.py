@@ -59,6 +59,7 @@ class ModuleSlots:
         self.buffer: Tensor | None = None  # [N + P, K] while the weight is laid with A: see augmented.py
         self.bias_buffer: Tensor | None = None  # [N + P]
         self.laid = False  # A lies in the buffer too
+        self.converted = False  # to another dtype since they were filled: they may have lost digits
         self.dense_tokens = 0
         self.look()
 
@@ -102,6 +103,7 @@ class ModuleSlots:
 
         Views and not widths, since a traced graph takes tensors as inputs and would be traced anew for a number.
         """
+        self.looked = False  # an interrupt half way must not leave views of two states
         width = 0 if self.layout is None else self.layout.width
         end = self.out_features + width
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
@@ -116,6 +118,7 @@ class ModuleSlots:
         else:
             dense = self.laid and not self.backend.fixed and width <= DENSE_ROWS
             self.dense_tokens = DENSE_WORK // max(width, 1) if dense else 0
+        self.looked = True
 
     def tables(self, slot: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """order, offsets, starts, ranks: what the grouped operations take. slot: for one row, which has that slot."""
@@ -191,9 +194,9 @@ class ModuleSlots:
 
     def settle(self, layout: Layout | None) -> None:
         """Take the layout that describes the rows as they now are."""
-        if layout is not self.layout:
+        if layout is not self.layout or not self.looked:
             self.routing.moves += 1
-            self.layout = layout
+            self.looked, self.layout = False, layout
             self.look()
 
     def use(self, backend: Backend) -> None:
@@ -212,6 +215,7 @@ class ModuleSlots:
         """Follow the module to another device or dtype (`nn.Module._apply`)."""
         with torch.inference_mode(False), torch.no_grad():
             a, b = fn(self.a), fn(self.b)
+            self.converted |= a.dtype != self.a.dtype
             if self.fixed_dtype is not None:
                 a, b = a.to(self.fixed_dtype), b.to(self.fixed_dtype)
             if a is not self.a:

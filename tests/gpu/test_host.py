@@ -134,7 +134,7 @@ def test_a_model_on_two_devices_gets_one_copy_each(family: Family) -> None:
     runtime, host = model._multilora, host_of(model, "b")
     runtime.fill(0, host_of(model, "a"))
     assert len(transfers(lambda: runtime.fill(1, host))) == 2
-    assert sorted(device.index for device in runtime._staging) == [0, 1]
+    assert sorted(device.index for device in runtime.staging) == [0, 1]
     for module, (a, b) in host.factors.items():
         on_device = runtime.sites[module][1].tenant(1)
         assert on_device[0].get_device() == int("layers.1" in module)
@@ -155,7 +155,7 @@ def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(fa
     model = model_of(own, max_loras=1, max_lora_rank=20)
     runtime = model._multilora
     check(own, model, ["x", None])
-    (staging,) = runtime._staging.values()
+    (staging,) = runtime.staging.values()
     small, large = host_of(model, "x").nbytes, host_of(model, "large").nbytes
     assert staging.buffer.is_cuda and staging.buffer.nbytes == small < large - 4096
     buffer, views = staging.buffer.data_ptr(), staging.views
@@ -190,7 +190,7 @@ def test_memory_stays_flat_while_staging_is_kept(family: Family, tmp_path: Path)
     for name in ("large", "x", "y", "large", "x", "y"):
         check(own, model, [name, None])
     gc.collect()
-    (staging,) = model._multilora._staging.values()
+    (staging,) = model._multilora.staging.values()
     device, buffer, loads = torch.cuda.memory_allocated(), staging.buffer.data_ptr(), model._multilora.store.loads
     for _ in range(10):
         for name in ("x", "y", "large", "y"):

@@ -21,7 +21,7 @@ def test_few_slots(tmp_path: Path, bounds: tuple[int, int | None]) -> None:
     """With all that is in host memory page-locked, after reloads and deletions too."""
     fleet = Fleet(tmp_path, 14, "cuda", seed=1)
     model = fleet.model(max_loras=bounds[0], max_cpu_loras=bounds[1])
-    life = Life(fleet, model, most=7, tolerance=TOLERANCE, held_in_passes=False)
+    life = Life(fleet, model, most=7, tolerance=TOLERANCE)
     for i in range(40):
         life.change()
         life.batch(generate=i % 8 == 7)
@@ -34,7 +34,7 @@ def test_few_slots(tmp_path: Path, bounds: tuple[int, int | None]) -> None:
 
 def test_moves_between_devices(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 20, "cuda", seed=3)
-    life = Life(fleet, fleet.model(max_loras=4, max_cpu_loras=5), most=6, tolerance=TOLERANCE, held_in_passes=False)
+    life = Life(fleet, fleet.model(max_loras=4, max_cpu_loras=5), most=6, tolerance=TOLERANCE)
     for device in ("cpu", "cuda", "cpu", "cuda"):
         life.model.to(device)
         fleet.base.to(device)

@@ -1,4 +1,4 @@
-"""Compile the kernels for a GPU that need not be there: python -m tests.kernels.compile_all 80 90. Prints one line each.
+"""Compile the kernels for a GPU that need not be there: python -m tests.kernels.compile_all 80 90. One line each.
 
 Triton's interpreter, in which the tests of a CPU run, takes what the compiler refuses: early returns around constants,
 blocks too large for shared memory.
@@ -23,7 +23,9 @@ TABLES = {name: "*i32" for name in ("order", "offsets", "starts", "ranks")}
 DTYPES = {"bf16": ("tf32x3", 2), "fp32": ("ieee", 4)}
 
 
-def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], target: int, warps: int, stages: int) -> Any:
+def compiled(
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], target: int, warps: int, stages: int
+) -> Any:
     names = kernel.arg_names
     kinds = {n: pointers.get(n, "constexpr" if n in constants else "i32") for n in names}
     source = ASTSource(kernel, kinds, {(names.index(n),): value for n, value in constants.items()})

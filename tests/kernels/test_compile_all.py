@@ -14,9 +14,7 @@ from tests.tree import ROOT
 @pytest.mark.parametrize("target", [90])
 def test_kernels_compile(target: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_all", str(target)], cwd=ROOT, env=environment, capture_output=True,
-        text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.kernels.compile_all", str(target)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("shrink") == 4 and done.stdout.count("own columns") == 4
