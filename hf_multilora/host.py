@@ -52,6 +52,7 @@ class Place(NamedTuple):
 class HostAdapter:
     """An adapter as slots hold it, in host memory.
 
+    key      of the places: adapters of one shape have one key
     flat     uint8 [bytes] every factor once; memory pages that nothing else lies in
     places   path of the module -> where its A and its B lie; modules that have a factor in common share its place
     factors  path of the module -> (A [r, in], B [r, out], scale folded into B), views of `flat`
@@ -60,11 +61,13 @@ class HostAdapter:
     flat: Tensor
     places: Mapping[str, tuple[Place, Place]]
     factors: dict[str, tuple[Tensor, Tensor]] = field(init=False, repr=False)
+    key: int = field(init=False, repr=False)
     _unpin: Any = field(default=None, init=False, repr=False)  # weakref.finalize
 
     def __post_init__(self) -> None:
         views = views_of(self.flat, (place for pair in self.places.values() for place in pair))
         self.factors = {name: (views[2 * i], views[2 * i + 1]) for i, name in enumerate(self.places)}
+        self.key = hash(tuple(self.places.items()))
 
     @property
     def nbytes(self) -> int:

@@ -89,8 +89,10 @@ class RowTables:
     """
 
     def __init__(self, rows: int, slots: int, device: torch.device) -> None:
-        self.data = torch.zeros(2 * rows + slots + 1, dtype=torch.int32, device=device)
-        self.row_slots, self.order, self.offsets = self.data.split([rows, rows, slots + 1])
+        wide = -(-rows // 4) * 4  # aligned to 16 bytes, whatever R: else each alignment is a kernel of its own
+        self.data = torch.zeros(2 * wide + slots + 1, dtype=torch.int32, device=device)
+        self.row_slots, self.order = self.data[:rows], self.data[wide : wide + rows]
+        self.offsets = self.data[2 * wide :]
 
 
 class Layout:

@@ -165,23 +165,25 @@ class Residency:
         Rows of the same rank stay where they are. After an error pools are what they were, and the caller empties the
         slot. Raises CapacityError where the memory of a device runs out.
         """
-        ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
-        kept = {name for name, r in ranks.items() if self._stays(name, slot, r)}
-        self._wipe(slot, kept)
+        for staging in self.staging.values():
+            staging.begin(host)  # runs beside all that follows
         grown: list[tuple[ModuleSlots, Pool]] = []
         try:
-            self._stale |= len(kept) < len(ranks)
-            self._make_room({name: r for name, r in ranks.items() if name not in kept}, grown)
+            ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
+            kept = {name for name, r in ranks.items() if self._stays(name, slot, r)}
+            self._wipe(slot, kept)
+            if len(kept) < len(ranks):
+                self._stale = True
+                self._make_room({name: r for name, r in ranks.items() if name not in kept}, grown)
             homes: dict[torch.device, list[str]] = {}
             for name in ranks:
                 homes.setdefault(self.sites[name][1].a.device, []).append(name)
             for device, names in homes.items():
                 if device.type == "cuda":
                     host.pin()
-                staging = self.staging.get(device) or self.staging.setdefault(device, Staging(device))
                 try:
-                    sources = staging.take(host, names)
-                    targets: list[Tensor] = []
+                    staging = self.staging.get(device) or self.staging.setdefault(device, Staging(device))
+                    sources, targets = staging.take(host, names), list[Tensor]()
                     for name in names:
                         site = self.sites[name][1]
                         targets += site.tenant(slot) if name in kept else site.place(slot, ranks[name])
@@ -189,13 +191,14 @@ class Residency:
                 except RuntimeError as error:
                     self._require_room("the copy of its factors", host.nbytes, device, error)
                     raise
-                finally:
-                    if device.type == "cuda":
-                        torch.cuda.current_stream(device).synchronize()
         except BaseException:
             for slots, pool in grown:
                 slots.restore(pool)
             raise
+        finally:
+            for device in self.staging:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
 
     def _stays(self, name: str, slot: int, r: int) -> bool:
         """Whether the slot has r rank rows in this module already, where the module computes and in its dtype."""

@@ -37,12 +37,14 @@ def lora_expand_kernel(
     y, h, b, out, order, offsets, starts, ranks, slices, scale, bias,
     rows, tokens, n, slots, max_rank, stride_y, stride_h, stride_out, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, tile of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
     PLANES: partial sums in h, `plane` elements apart, added in their order. OWN_COLUMNS: h has a column for every rank
     row of the pool, and the slot's are at `starts`; else column 0 of its slice's `max_rank` columns is its first.
+    STEPS: as in the shrink.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     piece, left, width, offset, column = find_columns(tl.program_id(1), slices, n, SLICES, BLOCK_N)
@@ -61,21 +63,24 @@ def lora_expand_kernel(
         h_tile = h + token[:, None] * stride_h + piece * max_rank
     plane = tl.cast(plane, tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for low in range(0, r, BLOCK_R):
-        at = low + tl.arange(0, BLOCK_R)
-        own = at < r
-        some_b = tl.load(
-            b + offset + (start + at)[:, None] * width + columns[None, :],
-            mask=own[:, None] & inside[None, :],
-            other=0.0,
-        )
-        some_h = tl.load(h_tile + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
-        for z in tl.static_range(1, PLANES):
-            some_h += tl.load(h_tile + z * plane + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
-        if some_h.dtype != some_b.dtype:
-            total = tl.dot(some_h.to(tl.float32), some_b.to(tl.float32), total, input_precision=PRECISION)
-        else:
-            total = tl.dot(some_h, some_b, total, input_precision=PRECISION)
+    for low in range(0, r, BLOCK_R * STEPS):
+        part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32) if STEPS > 1 else total
+        for i in tl.static_range(STEPS):
+            at = low + i * BLOCK_R + tl.arange(0, BLOCK_R)
+            own = at < r
+            some_b = tl.load(
+                b + offset + (start + at)[:, None] * width + columns[None, :],
+                mask=own[:, None] & inside[None, :],
+                other=0.0,
+            )
+            some_h = tl.load(h_tile + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
+            for z in tl.static_range(1, PLANES):
+                some_h += tl.load(h_tile + z * plane + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
+            if some_h.dtype != some_b.dtype:
+                part = tl.dot(some_h.to(tl.float32), some_b.to(tl.float32), part, input_precision=PRECISION)
+            else:
+                part = tl.dot(some_h, some_b, part, input_precision=PRECISION)
+        total = total + part if STEPS > 1 else part
     total += tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0).to(tl.float32)
     if SCALE:
         factor = tl.load(scale + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=1.0)

@@ -13,11 +13,13 @@ def lora_shrink_kernel(
     x, a, h, order, offsets, starts, ranks,
     rows, tokens, k, slots, max_rank, blocks, chunk, stride_x, stride_a, stride_h, plane,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, slice and block of ranks, range of K) writes h[range, tokens of the tile, ranks of the block].
 
-    blocks: rank blocks per slice. chunk: columns of a range of K, multiple of BLOCK_K. plane: elements of h per range.
+    blocks: rank blocks per slice. chunk: columns of a range of K, a multiple of BLOCK_K * STEPS. plane: elements of h
+    per range.
+    STEPS: blocks of K that are summed apart and then added: float32 loses digits in one long chain of sums.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     if slot >= slots:
@@ -35,14 +37,18 @@ def lora_shrink_kernel(
     x_tile = x + token[:, None] * stride_x + columns[None, :]
     a_tile = a + (start + at)[None, :] * stride_a + columns[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for step in range(0, tl.minimum(chunk, k - low), BLOCK_K):
-        if EVEN_K:
-            some_x = tl.load(x_tile + step, mask=live[:, None], other=0.0)
-            some_a = tl.load(a_tile + step, mask=own[None, :], other=0.0)
-        else:
-            inside = columns + step < k
-            some_x = tl.load(x_tile + step, mask=live[:, None] & inside[None, :], other=0.0)
-            some_a = tl.load(a_tile + step, mask=own[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(some_x, some_a, total, input_precision=PRECISION)
+    for step in range(0, tl.minimum(chunk, k - low), BLOCK_K * STEPS):
+        part = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32) if STEPS > 1 else total
+        for i in tl.static_range(STEPS):
+            here = step + i * BLOCK_K
+            if EVEN_K:
+                some_x = tl.load(x_tile + here, mask=live[:, None], other=0.0)
+                some_a = tl.load(a_tile + here, mask=own[None, :], other=0.0)
+            else:
+                inside = columns + here < k
+                some_x = tl.load(x_tile + here, mask=live[:, None] & inside[None, :], other=0.0)
+                some_a = tl.load(a_tile + here, mask=own[None, :] & inside[:, None], other=0.0)
+            part = tl.dot(some_x, some_a, part, input_precision=PRECISION)
+        total = total + part if STEPS > 1 else part
     place = h + tl.program_id(2).to(tl.int64) * plane + token[:, None] * stride_h + (piece * max_rank + at)[None, :]
     tl.store(place, total, mask=live[:, None] & own[None, :])

@@ -79,6 +79,11 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def steps(dtype: torch.dtype) -> int:
+    """Blocks that are summed apart and then added: one long chain of float32 sums would lose digits."""
+    return 2 if dtype == torch.float32 else 1
+
+
 def _flat(x: Tensor) -> Tensor:
     """[R, T, n] -> [R * T, n] whose last dimension lies together."""
     flat = x.flatten(0, 1)
@@ -118,7 +123,8 @@ def shrink(
     if split is None:
         by_k = fixed or x.dtype == torch.float32  # one long chain of sums would lose digits
         split = fixed_split(k) if by_k else split_of(k, count * blocks * pieces, x.device)
-    chunk = triton.cdiv(triton.cdiv(k, split), t.block_k) * t.block_k
+    block = t.block_k * steps(x.dtype)
+    chunk = triton.cdiv(triton.cdiv(k, split), block) * block
     h = torch.empty(split, rows, tokens, pieces * max_rank, dtype=torch.float32, device=x.device)
     if not k:
         h.zero_()
@@ -131,7 +137,7 @@ def shrink(
                 flat.stride(0), a.stride(0), h.stride(2), h.stride(0),
             ),
             SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_K=t.block_k,
-            EVEN_K=k % t.block_k == 0, PRECISION=precision(x.dtype), num_warps=t.warps, num_stages=3,
+            EVEN_K=k % block == 0, STEPS=steps(x.dtype), PRECISION=precision(x.dtype), num_warps=t.warps, num_stages=3,
         )  # fmt: skip
     return h
 
@@ -160,6 +166,6 @@ def expand(
         ),
         SLICES=pieces, PLANES=h.shape[0], OWN_COLUMNS=own_columns, SCALE=scale is not None, BIAS=bias is not None,
         SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_N=t.block_n,
-        PRECISION=precision(b.dtype), num_warps=t.warps, num_stages=1,
+        STEPS=steps(b.dtype), PRECISION=precision(b.dtype), num_warps=t.warps, num_stages=1,
     )  # fmt: skip
     return out
