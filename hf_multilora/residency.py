@@ -114,9 +114,8 @@ class Residency:
 
     def require_in_place(self, names: Collection[str]) -> None:
         """Raises RuntimeError where one of these adapted modules was replaced."""
-        for name in names:
-            if not self._in_place(name):
-                raise self._replaced(name)
+        for name in (name for name in names if not self._in_place(name)):
+            raise self._replaced(name)
 
     def _in_place(self, name: str) -> bool:
         parent, own = self.parents[name]
@@ -293,9 +292,9 @@ class Residency:
         with another dtype all slots do: their rows were rounded on the way."""
         self._stale, self.staging = True, {}
         dtypes = {name: self.dtype_of(module) for name, (module, _) in self.sites.items()}
-        converted = [slots for _, slots in self.sites.values() if slots.converted]
-        self.store.forget(lambda host: host.outdated(dtypes), slots=bool(converted), idle=not self.routing.open)
+        converted, busy = [slots for _, slots in self.sites.values() if slots.converted], self.routing.open
+        self.store.forget(lambda host: host.outdated(dtypes), slots=bool(converted), idle=not busy)
         for slots in converted:
-            slots.converted = self.routing.open
-        if self.routing.open:
+            slots.converted = busy
+        if busy:
             self.refresh()

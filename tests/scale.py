@@ -19,6 +19,7 @@ from hf_multilora import MultiLoRAModel
 from hf_multilora.host import HostAdapter
 from hf_multilora.layers.slots import VIEWS, ModuleSlots
 from hf_multilora.pool import Layout, RowTables
+from hf_multilora.staging import Staging
 from tests.test_residency import assert_clean, sites
 from tests.tiny import LINEARS, VOCAB, Names, error, llama, save_adapter, snapshot
 
@@ -189,7 +190,7 @@ class Life:
 @dataclass(frozen=True)
 class Marks:
     """What a process holds. tensors: live ones, but for those of host copies, layouts, tables of rows and
-    the views that a module keeps of its spans."""
+    the views that modules keep of their spans and staging of its buffer."""
 
     rss: int
     tensors: int
@@ -201,7 +202,7 @@ class Marks:
     @classmethod
     def take(cls) -> Marks:
         gc.collect()
-        kinds: dict[type, list[Any]] = {Layout: [], RowTables: [], HostAdapter: [], ModuleSlots: []}
+        kinds: dict[type, list[Any]] = {Layout: [], RowTables: [], HostAdapter: [], ModuleSlots: [], Staging: []}
         tensors = 0
         for found in gc.get_objects():
             if type(found) in kinds:
@@ -209,6 +210,7 @@ class Marks:
             tensors += issubclass(type(found), Tensor)
         tensors -= sum(1 + 2 * len(host.places) for host in kinds[HostAdapter])
         tensors -= sum(2 * len(site.views) for site in kinds[ModuleSlots])
+        tensors -= sum(1 + len(staging.views) for staging in kinds[Staging])
         tensors -= sum(held * len(kinds[kind]) for kind, held in TENSORS.items())
         counts = {kind.__name__: len(found) for kind, found in kinds.items()}
         proc, files, mapped = Path("/proc/self"), None, None
@@ -248,11 +250,11 @@ def long_life(folder: Path, device: str, tolerance: float) -> dict[int, Marks]:
 def assert_flat(marks: dict[int, Marks], rss: int = 4 * MIB) -> None:
     """Nothing piles up between batch 100 and the last, nor on the disk's side."""
     early, late = marks[100], marks[BATCHES]
-    assert late.tensors == early.tensors
+    assert late.tensors == early.tensors, (early, late)
     assert late.objects["HostAdapter"] == early.objects["HostAdapter"] == 64
     assert late.objects["Layout"] < 20 and late.objects["RowTables"] < 100
     assert late.files == early.files and late.mapped in (0, None), "a file was left open"
     # safetensors itself loses 64 bytes per tensor that it reads from a mapped file: 1 MiB here, which all host copies
     # that were let go, were they kept, would be six times over
-    assert late.rss - early.rss < rss
-    assert late.device - early.device < MIB
+    assert late.rss - early.rss < rss, (early, late)
+    assert late.device - early.device < MIB, (early, late)

@@ -37,13 +37,8 @@ def main(targets: list[int]) -> int:
     worst = 0
     for target, (dtype, (precision, width)) in itertools.product(targets, DTYPES.items()):
         for t in (FIXED, tiles(1 << 16, 8, 128, width)):  # the smallest and the largest
-            common = {
-                "SLOTS": 16,
-                "BLOCK_M": t.block_m,
-                "BLOCK_R": t.block_r,
-                "PRECISION": precision,
-                "STEPS": 1 + (width == 4),
-            }
+            common = {"SLOTS": 16, "BLOCK_M": t.block_m, "BLOCK_R": t.block_r}
+            common |= {"PRECISION": precision, "STEPS": 1 + (width == 4)}
             data = TABLES | {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
             constants = common | {"BLOCK_K": t.block_k, "EVEN_K": False}
             found = {"shrink": compiled(lora_shrink_kernel, data, constants, target, t.warps, 3)}
