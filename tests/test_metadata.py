@@ -107,3 +107,18 @@ def test_layouts_keep_their_addresses_while_adapters_come_and_go(family: Family)
     logits(model, ids(2), ["b", None])
     assert addresses() == before and len(before) == 1
     assert {s.layout.spans[0][1] for _, s in model._multilora.sites.values()} == {5}, "control: b is in the slot"
+
+
+def test_a_capture_that_no_longer_holds_is_told_once(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    model, told = family.model("a", "c", max_loras=2), "capture it again"
+    routing = model._multilora.routing
+    logits(model, ids(2), ["a", None])
+    routing.captured_at = routing.moves  # as `enter` notes while a graph is captured
+    with caplog.at_level("WARNING"):
+        logits(model, ids(2), [None, "a"])
+        assert told not in caplog.text, "another mix: the graph serves it"
+        model.load_adapter(str(family.paths["b"]), "b")
+        logits(model, ids(2), ["c", None])
+        assert caplog.text.count(told) == 1, "slots of q_proj are laid out on their own now"
+        logits(model, ids(2), ["b", None])
+        assert caplog.text.count(told) == 1

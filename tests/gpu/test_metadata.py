@@ -58,6 +58,28 @@ def test_generate_uploads_the_rows_once(family: Family) -> None:
         assert extra == 0, f"{tokens} tokens with the rows of the call before"
 
 
+@torch.no_grad()
+def test_a_captured_graph_serves_adapters_that_were_loaded_after_it(tmp_path: Path) -> None:
+    """Into the same slots, with other ranks: tables, buffers and pools are where they were."""
+    adapters: dict[str, dict[str, Any]] = {name: {"r": r} for name, r in zip("abcd", (3, 5, 6, 2), strict=True)}
+    own = Family(llama().to("cuda"), tmp_path, adapters)
+    model, inputs = own.model(max_loras=2, max_lora_rank=8), ids(3, 7).cuda()
+    with model.adapters(["a", None, "b"]):
+        for _ in range(3):
+            model(inputs, use_cache=False)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(inputs, use_cache=False).logits
+    for names in (["b", "a", None], ["c", "d", None], ["d", "d", "c"], ["a", None, "d"], [None, None, None]):
+        with model.adapters(names):
+            graph.replay()
+            got = out.clone()
+        want = own.truth(inputs, names)
+        assert float((got - want).abs().max() / want.abs().max()) < 1e-4, names
+        moved = own.truth(inputs, names[1:] + names[:1])
+        assert names == [None] * 3 or float((got - moved).abs().max() / want.abs().max()) > 2e-3, names
+
+
 def compiled() -> int:
     """Triton kernels of ours that were compiled in this process."""
     kernels = (lora_expand.lora_expand_kernel, lora_shrink.lora_shrink_kernel)
