@@ -114,6 +114,7 @@ class Layout:
         self.starts, self.ranks = starts.view(1, slots), ranks.view(1, slots)
         self.spans: dict[int, tuple[int, int]] = {}
         self.closed = torch.ones(0, width, dtype=torch.bool, device=device)
+        self.kept: dict[int, torch.Tensor] = {}  # `closed` by the number of rows
         self.no_rows = torch.empty(0, bound)
         self.table: RowTables | None = None
         self.single: dict[int, RowTables] = {}
@@ -132,13 +133,18 @@ class Layout:
         self.tables.copy_(host)
         self.spans = dict(spans)
 
-    def write(self, table: RowTables, present: frozenset[int]) -> None:
-        """The rows in force; `present`: the slots that occur in them."""
+    def write(self, table: RowTables, present: frozenset[int], keep: bool = False) -> None:
+        """The rows in force; `present`: the slots that occur in them. keep: `closed` for when as many rows come again:
+        a graph that was captured with them reads it."""
         self.table = table
         self.live = not present.isdisjoint(self.spans)
         rows = table.row_slots.shape[0]
         if self.closed.shape[0] != rows:
-            self.closed = torch.empty(rows, self.width, dtype=torch.bool, device=self.device)
+            known = self.kept.get(rows)
+            fresh = torch.empty(rows, self.width, dtype=torch.bool, device=self.device) if known is None else known
+            self.closed = fresh
+            if keep:
+                self.kept[rows] = fresh
         torch.ne(self.owner, table.row_slots[:, None], out=self.closed)
 
     def alone(self, slot: int) -> RowTables:

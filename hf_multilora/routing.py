@@ -174,7 +174,7 @@ class Routing:
                 if layout.device not in written:
                     written[layout.device] = self._table(layout.device, len(slots))
                     written[layout.device].data.copy_(host.data)
-                layout.write(written[layout.device], present)
+                layout.write(written[layout.device], present, keep=not self.ragged)
         self._written = slots
 
     def _table(self, device: torch.device, rows: int) -> RowTables:
