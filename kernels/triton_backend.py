@@ -84,14 +84,22 @@ def steps(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float32 else 1
 
 
-def _flat(x: Tensor) -> Tensor:
-    """[R, T, n] -> [R * T, n] whose last dimension lies together."""
-    flat = x.flatten(0, 1)
-    return flat if flat.stride(1) == 1 else flat.contiguous()
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [R, T, n] with tokens at one distance and n together, and that distance: itself where it lies so."""
+    stride = x.stride()
+    if stride[2] == 1 and stride[0] == x.shape[1] * stride[1]:
+        return x, stride[1]
+    x = x.contiguous()
+    return x, x.shape[2]
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
-    """Raises KernelError where the kernel cannot be compiled."""
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """On the device of the first argument, which need not be the current one. Raises KernelError where the kernel
+    cannot be compiled."""
+    device = arguments[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _launch(kernel, grid, arguments, constants)
     try:
         kernel[grid](*arguments, **constants)
     except BROKEN as error:
@@ -110,6 +118,28 @@ def _broken(kernel: Any, error: Exception) -> KernelError:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _shrink_plan(
+    rows: int, tokens: int, k: int, slots: int, pieces: int, max_rank: int, split: int | None, dtype: torch.dtype,
+    exact: str, fixed: bool, device: torch.device,
+) -> tuple[tuple[int, int, int], tuple[int, int], dict[str, Any]]:  # fmt: skip
+    """(grid, (rank blocks per slice, columns of a range of K), constants of the kernel); cached, since an eager call
+    has hundreds."""
+    groups = min(rows, slots)
+    t = FIXED if fixed else tiles(rows * tokens, groups, max_rank, dtype.itemsize)
+    count, blocks = tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(max_rank, t.block_r)
+    if split is None:
+        by_k = fixed or dtype == torch.float32  # one long chain of sums would lose digits
+        split = fixed_split(k) if by_k else split_of(k, count * blocks * pieces, device)
+    block = t.block_k * steps(dtype)
+    chunk = triton.cdiv(triton.cdiv(k, split), block) * block
+    constants = {
+        "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_K": t.block_k,
+        "EVEN_K": k % block == 0, "STEPS": steps(dtype), "PRECISION": exact, "num_warps": t.warps, "num_stages": 3,
+    }  # fmt: skip
+    return (count, pieces * blocks, split), (blocks, chunk), constants
+
+
 def shrink(
     x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int,
     split: int | None = None, *, fixed: bool = False,
@@ -117,29 +147,34 @@ def shrink(
     """See `ops.lora_shrink`; split None: chosen from the shapes. What is not specified is left unwritten."""
     rows, tokens, k = x.shape
     pieces, slots = starts.shape
-    flat, groups = _flat(x), min(rows, slots)
-    t = FIXED if fixed else tiles(rows * tokens, groups, max_rank, x.element_size())
-    count, blocks = tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(max_rank, t.block_r)
-    if split is None:
-        by_k = fixed or x.dtype == torch.float32  # one long chain of sums would lose digits
-        split = fixed_split(k) if by_k else split_of(k, count * blocks * pieces, x.device)
-    block = t.block_k * steps(x.dtype)
-    chunk = triton.cdiv(triton.cdiv(k, split), block) * block
-    h = torch.empty(split, rows, tokens, pieces * max_rank, dtype=torch.float32, device=x.device)
+    grid, (blocks, chunk), constants = _shrink_plan(
+        rows, tokens, k, slots, pieces, max_rank, split, x.dtype, precision(x.dtype), fixed, x.device
+    )
+    width = pieces * max_rank
+    h = torch.empty((grid[2], rows, tokens, width), dtype=torch.float32, device=x.device)
     if not k:
         h.zero_()
     elif h.numel():
-        _launch(
-            lora_shrink_kernel,
-            (count, pieces * blocks, split),
-            (
-                flat, a, h, order, offsets, starts, ranks, rows, tokens, k, slots, max_rank, blocks, chunk,
-                flat.stride(0), a.stride(0), h.stride(2), h.stride(0),
-            ),
-            SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_K=t.block_k,
-            EVEN_K=k % block == 0, STEPS=steps(x.dtype), PRECISION=precision(x.dtype), num_warps=t.warps, num_stages=3,
-        )  # fmt: skip
+        x, stride = _rows(x)
+        numbers = (rows, tokens, k, slots, max_rank, blocks, chunk, stride, a.stride(0), width, rows * tokens * width)
+        _launch(lora_shrink_kernel, grid, (x, a, h, order, offsets, starts, ranks, *numbers), constants)
     return h
+
+
+@functools.lru_cache(maxsize=4096)
+def _expand_plan(
+    rows: int, tokens: int, n: int, slots: int, pieces: int, width: int, planes: int, dtype: torch.dtype, exact: str,
+    own_columns: bool, scale: bool, bias: bool, fixed: bool,
+) -> tuple[tuple[int, int], dict[str, Any]]:  # fmt: skip
+    """(grid, constants of the kernel); cached, since an eager call has hundreds."""
+    groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
+    t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
+    constants = {
+        "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
+        "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
+        "STEPS": steps(dtype), "PRECISION": exact, "num_warps": t.warps, "num_stages": 1,
+    }  # fmt: skip
+    return (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(n, t.block_n) + pieces - 1), constants
 
 
 def expand(
@@ -150,22 +185,20 @@ def expand(
     """See `ops.lora_expand`."""
     rows, tokens, n = y.shape
     pieces, slots = starts.shape
-    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    planes, _, _, width = h.shape
+    out = torch.empty((rows, tokens, n), dtype=y.dtype, device=y.device)
     if not out.numel():
         return out
-    flat, groups = _flat(y), min(rows, slots + 1)
-    columns = h if h.stride(3) == 1 and h.stride(1) == tokens * h.stride(2) else h.contiguous()
-    max_rank = h.shape[3] // pieces
-    t = FIXED if fixed else tiles(rows * tokens, groups, 16 if own_columns else min(max_rank, 32), b.element_size())
-    _launch(
-        lora_expand_kernel,
-        (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(n, t.block_n) + pieces - 1),
-        (
-            flat, columns, b, out, order, offsets, starts, ranks, slices, scale, bias, rows, tokens, n, slots, max_rank,
-            flat.stride(0), columns.stride(2), out.stride(1), columns.stride(0),
-        ),
-        SLICES=pieces, PLANES=h.shape[0], OWN_COLUMNS=own_columns, SCALE=scale is not None, BIAS=bias is not None,
-        SLOTS=triton.next_power_of_2(slots + 1), BLOCK_M=t.block_m, BLOCK_R=t.block_r, BLOCK_N=t.block_n,
-        STEPS=steps(b.dtype), PRECISION=precision(b.dtype), num_warps=t.warps, num_stages=1,
+    grid, constants = _expand_plan(
+        rows, tokens, n, slots, pieces, width, planes, b.dtype, precision(b.dtype), own_columns, scale is not None,
+        bias is not None, fixed,
     )  # fmt: skip
+    y, stride = _rows(y)
+    strides = h.stride()
+    if strides[3] != 1 or strides[1] != tokens * strides[2]:
+        h = h.contiguous()
+        strides = h.stride()
+    numbers = (rows, tokens, n, slots, width // pieces, stride, strides[2], n, strides[0])
+    tables = (order, offsets, starts, ranks, slices, scale, bias)
+    _launch(lora_expand_kernel, grid, (y, h, b, out, *tables, *numbers), constants)
     return out
