@@ -16,6 +16,7 @@ _HOME = {
     "CapacityError": "store",
     "UnknownAdapterError": "store",
     "RoutingError": "routing",
+    "KernelError": "kernels.backends",
 }
 __all__ = [*_HOME]
 

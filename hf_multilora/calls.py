@@ -6,11 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from . import passes
 from .entry import bind, parameter_names, prompts_of, rows_of, segments
 from .routing import RoutingError
 from .runtime import Runtime
+
+logger = logging.get_logger(__name__)
+# **kwargs of a forward would swallow these, and the rows get the base
+TYPOS = {name: "adapter_names" for name in ("adapter_name", "adapter", "adapters")} | {"adapter_id": "adapter_ids"}
 
 
 def forward(
@@ -31,9 +36,9 @@ def forward(
         return run(*args, **kwargs)
     if getattr(model, "_is_replica", False):
         raise RoutingError("DataParallel shares one routing between threads; use one process per GPU, or one GPU")
-    for typo in ("adapter_name", "adapter_id"):  # **kwargs of a forward would swallow it, and the rows get the base
+    for typo, name in TYPOS.items():
         if typo in kwargs and typo not in runtime.parameters:
-            raise TypeError(f"{typo!r} must be spelled {typo + 's'!r}: a list with one entry per row")
+            raise TypeError(f"{typo!r} must be spelled {name!r}: a list with one entry per row")
     with runtime.lock:
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:
@@ -67,6 +72,10 @@ def forward(
         passes.check_forward(arguments, passes.why_split(rows, limits))
         if "use_cache" in runtime.parameters or ("kwargs" in runtime.parameters and passes.caches(model.config)):
             arguments["use_cache"] = False  # as nobody asked for a cache, and those of the passes could not be merged
+            if passes.caches(model.config):
+                logger.warning_once(
+                    f"a forward runs in passes, so it returns no cache: {passes.why_split(rows, limits)}"
+                )
         cuts = [passes.cut(arguments, some, n) for some in plan]
         outputs = []
         for some, part in zip(plan, cuts, strict=True):

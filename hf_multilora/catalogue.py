@@ -94,7 +94,8 @@ class Catalogue:
         found = self.entries.get(name) if isinstance(name, str) else None
         if found is None:
             close = difflib.get_close_matches(str(name), self.entries, n=3)
-            known = f"did you mean {close}?" if close else f"known: {sorted(self.entries)[:8] or 'none'}"
+            more = f" and {len(self.entries) - 8} more" if len(self.entries) > 8 else ""
+            known = f"did you mean {close}?" if close else f"known: {sorted(self.entries)[:8] or 'none'}{more}"
             raise UnknownAdapterError(f"no adapter is named {name!r}; {known}")
         return found
 

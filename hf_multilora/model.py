@@ -88,16 +88,20 @@ class MultiLoRAModel(InheritedVerbs):
     @classmethod
     def plan(
         cls, base: Any, adapters: Sequence[str] | Mapping[str, str] = (), *, max_loras: int = 8,
-        max_lora_rank: int | None = None, lora_dtype: str | torch.dtype = "auto",
-        target_modules: Sequence[str] | str | None = None, auto_class: str | type | None = None,
-        budget: int | str | None = None, **transformers_kwargs: Any,
+        max_cpu_loras: int | None = None, max_lora_rank: int | None = None, lora_dtype: str | torch.dtype = "auto",
+        target_modules: Sequence[str] | str | None = None, fully_sharded_loras: bool = False, backend: str = "auto",
+        deterministic: bool = False, auto_class: str | type | None = None, budget: int | str | None = None,
+        **transformers_kwargs: Any,
     ) -> MemoryPlan:  # fmt: skip
         """The bytes that `from_pretrained` with the same arguments will need, reading no weight of the base: see
         `hf_multilora.planning.plan`. budget: bytes of device memory for adapters, or "2GB", to learn how many fit.
         """
         from .planning import plan
 
-        config = MultiLoRAConfig(max_loras, None, max_lora_rank, lora_dtype, target_modules)
+        config = MultiLoRAConfig(
+            max_loras, max_cpu_loras, max_lora_rank, lora_dtype, target_modules, fully_sharded_loras, backend,
+            deterministic,
+        )  # fmt: skip
         return plan(base, adapters, config, auto_class, budget, transformers_kwargs)
 
     # -- calls -----------------------------------------------------------------------------------------------
@@ -164,7 +168,8 @@ class MultiLoRAModel(InheritedVerbs):
         self._multilora.store.delete(*names)
 
     def pin_adapter(self, adapter_name: str) -> None:
-        """Keep an adapter in host memory and, from its first use, in its slot. Raises CapacityError past max_loras."""
+        """Keep an adapter in host memory, where it is read if need be, and a slot for it. Raises CapacityError past
+        max_loras."""
         self._multilora.store.pin(adapter_name)
 
     def unpin_adapter(self, adapter_name: str) -> None:

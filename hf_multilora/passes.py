@@ -53,7 +53,11 @@ def why_split(ids: Sequence[int], limits: Limits) -> str:
     distinct = set(ids) - {0}
     fit = limits.room + len(limits.held & distinct)
     needed = limits.max_loras + len(distinct) - fit
-    return f"this batch has {len(distinct)} distinct adapters, {fit} fit at once: it needs max_loras={needed}"
+    beside = f", and others are pinned, in use or the default (max_loras={limits.max_loras})"
+    return (
+        f"this batch has {len(distinct)} distinct adapters, {fit} fit at once"
+        f"{beside if fit < limits.max_loras else ''}: it needs max_loras={needed}"
+    )
 
 
 def refuse(what: str, reason: str) -> CapacityError:

@@ -53,7 +53,7 @@ class MemoryPlan:
             rows.append((kind, str(len(found)), str(ranks), _mib(size), str(dtype).removeprefix("torch.")))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        fits = "" if self.budget is None else f"; {self.fits} adapters at once fit in {_mib(self.budget)} MiB"
+        fits = "" if self.budget is None else f"; in {_mib(self.budget)} MiB {self.fits} adapters fit at once"
         return "\n".join(
             [
                 f"device {_mib(self.device_bytes)} MiB for {self.max_loras} slots in {len(self.per_module)} modules, "

@@ -44,9 +44,6 @@ def plan(
     where there are neither adapters nor max_lora_rank, for target_modules without a module (if there are no adapters),
     and for a base whose parameters its config does not tell (quantized, sharded, without a dtype).
     """
-    surplus = sorted(kwargs.keys() & config.__dataclass_fields__.keys())
-    if surplus:
-        raise TypeError(f"plan must be called without {surplus}: no plan depends on them; leave them out")
     named = name_adapters(adapters)
     room = None if budget is None else budget_bytes(budget)
     model, read = _model_and_reader(base, named, auto_class, kwargs)

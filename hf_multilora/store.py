@@ -113,7 +113,9 @@ class AdapterStore:
         """Keep the adapter in both tiers. Raises CapacityError where more would be pinned than there are slots."""
         with self.lock:
             self.refuse_pin(name)
-            self.pins.add(self.catalogue.entry(name).id)
+            entry = self.catalogue.entry(name)
+            self._host(entry)
+            self.pins.add(entry.id)
 
     def refuse_pin(self, name: str) -> None:
         """Raises CapacityError where a pin of `name`, registered or not, would be one too many."""

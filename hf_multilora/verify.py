@@ -62,7 +62,7 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
         raise ValueError(f"inputs must hold tensors with rows in front (input_ids, ...), got {sorted(inputs)}")
     twice = {k: torch.cat([v, v]) if isinstance(v, Tensor) and v.dim() else v for k, v in inputs.items()}
     if entry.reader is not None:
-        factors = {runtime.first_path(k): v for k, v in entry.reader().factors.items()}
+        factors = {runtime.first_path(k): v for k, v in entry.read().factors.items()}
     else:
         assert entry.host is not None  # it came from memory and stays there
         factors = {k: LoraFactors(a, b.t(), 1.0) for k, (a, b) in entry.host.factors.items()}

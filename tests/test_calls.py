@@ -149,7 +149,7 @@ def test_unchanged_steps_write_nothing(
     model = family("llama").model()
     count: list[int] = []
     write = Layout.write
-    monkeypatch.setattr(Layout, "write", lambda *args: (count.append(1), write(*args))[1])
+    monkeypatch.setattr(Layout, "write", lambda *args, **kw: (count.append(1), write(*args, **kw))[1])
     seen = []
     for tokens, names in ((2, NAMES), (8, NAMES), (8, [*NAMES[1:], NAMES[0]])):
         count.clear()

@@ -228,8 +228,10 @@ def test_what_a_config_does_not_tell_is_refused(made: Any, tmp_path: Path) -> No
         MultiLoRAModel.plan(tmp_path, paths)
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         MultiLoRAModel.plan(folder, paths, colour="red")
-    with pytest.raises(TypeError, match=r"without \['backend', 'max_cpu_loras'\]"):
-        MultiLoRAModel.plan(folder, paths, max_cpu_loras=9, backend="torch")
+    same = {"max_cpu_loras": 9, "backend": "torch", "deterministic": False}  # from_pretrained's, checked as there
+    assert MultiLoRAModel.plan(folder, paths, **same) == MultiLoRAModel.plan(folder, paths)
+    with pytest.raises(ValueError, match="max_cpu_loras must be at least max_loras"):
+        MultiLoRAModel.plan(folder, paths, max_cpu_loras=1)
 
 
 # -- how many fit -------------------------------------------------------------------------------------
@@ -446,7 +448,9 @@ def test_a_plan_leaves_nothing_behind(made: Any, fails: bool) -> None:
 def test_a_plan_can_be_read(made: Any) -> None:
     base, _, paths = made("llama")
     lines = str(MultiLoRAModel.plan(base, paths, max_loras=2, budget=4096)).splitlines()
-    assert lines[0].startswith("device 0.0 MiB for 2 slots in 10 modules, base ") and "0 adapters at once" in lines[0]
+    assert (
+        lines[0].startswith("device 0.0 MiB for 2 slots in 10 modules, base ") and "0 adapters fit at once" in lines[0]
+    )
     assert lines[1].split() == ["module", "count", "rank", "rows", "MiB", "dtype"]
     table = {line.split()[0]: line.split()[1:] for line in lines[2:]}
     assert table["q_proj"] == ["2", "64", "0.0", "float32"] and len(table) == 6
