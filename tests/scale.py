@@ -252,10 +252,8 @@ def assert_flat(marks: dict[int, Marks], rss: int = 4 * MIB) -> None:
     """Nothing piles up between batch 100 and the last, nor on the disk's side."""
     early, late = marks[100], marks[BATCHES]
     assert late.tensors <= early.tensors, (early, late)
-    own = {
-        kind: late.objects[kind] - marks[0].objects[kind] for kind in late.objects
-    }  # others' tests leave some behind
-    assert late.objects["HostAdapter"] == early.objects["HostAdapter"] and own["HostAdapter"] == 64, own
+    own = {kind: late.objects[kind] - marks[0].objects[kind] for kind in late.objects}  # other tests may leave some
+    assert late.objects["HostAdapter"] <= early.objects["HostAdapter"] and own["HostAdapter"] <= 64, own
     assert own["Layout"] < 20 and own["RowTables"] < 100, own
     assert late.files == early.files and late.mapped in (0, None), "a file was left open"
     # safetensors itself loses 64 bytes per tensor that it reads from a mapped file: 1 MiB here, which all host copies
