@@ -75,6 +75,11 @@ def check_forward(arguments: Mapping[str, Any], reason: str) -> None:
     for name, value in arguments.items():
         if "labels" in name and value is not None:
             raise refuse(name, reason)
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise CapacityError(
+                f"{reason}; in passes slots change before the backward pass, and {name} requires gradients. Split the "
+                f"batch"
+            )
 
 
 def check_generate(arguments: Mapping[str, Any], configs: Sequence[Any], reason: str) -> int:

@@ -38,7 +38,8 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What `warmup` did. shapes: (rows, tokens) -> seconds of the first call; skipped: left out by max_seconds."""
+    """What `warmup` did. shapes: (rows, tokens) -> seconds of the first call; skipped: left out, after max_seconds or
+    longer than the model takes."""
 
     adapters: list[str]  # that were in slots; dummies where none is registered
     shapes: dict[tuple[int, int], float]
@@ -46,7 +47,7 @@ class WarmupReport:
     seconds: float
 
     def __str__(self) -> str:
-        left = f", {len(self.skipped)} left out by max_seconds" if self.skipped else ""
+        left = f", {len(self.skipped)} left out" if self.skipped else ""
         return f"warmed {len(self.shapes)} shapes with {len(self.adapters)} adapters in {self.seconds:.1f} s{left}"
 
 

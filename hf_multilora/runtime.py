@@ -123,9 +123,11 @@ class Runtime(Residency):
         if self.routing.open:
             return
         ids = [] if self.default is None else [self.store.catalogue.entry(self.default).id]
+        stale = self._stale
         if ids and ids[0] not in self.store.slots:
             self.store.hold_only([])
             self.routing.stand(BASE)
+            stale = True
             if seat:
                 self.seat(ids)
             else:
@@ -133,8 +135,8 @@ class Runtime(Residency):
         self.store.hold_only(ids)
         slots = [self.store.slots[i] for i in ids]
         with self.store.lock:
-            if self._stale:
-                self.refresh()
+            self.refresh()
+            if stale:
                 self.equip(slots)
         self.routing.stand(slots[0] if slots else BASE)
 

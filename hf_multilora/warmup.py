@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ def warmup(
         raise ValueError(
             f"rows, tokens and max_seconds must be positive, got {rows}, {list(tokens)} and {max_seconds!r}"
         )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     start = time.perf_counter()
     shapes: dict[tuple[int, int], float] = {}
     skipped: list[tuple[int, int]] = []
@@ -43,7 +45,7 @@ def warmup(
             mix = [names[i % len(names)] for i in range(count)]
             for length in sorted(tokens):
                 began = time.perf_counter()
-                if began - start >= max_seconds:
+                if began - start >= max_seconds or (inputs is None and length > longest):
                     skipped.append((count, length))
                     continue
                 batch = random_ids(model, count, length) if inputs is None else _repeat(inputs, count)
@@ -71,15 +73,17 @@ def _repeat(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 @contextmanager
 def _resident(runtime: Runtime) -> Iterator[list[str]]:
-    """Names of adapters to warm up with: those in slots, then those in host memory that slots are left for; where none
-    is registered, dummies of zeros in all slots, taken away at the end."""
+    """Names of adapters to warm up with, as many as slots can be had for: pinned ones, those in slots, those in host
+    memory, others; where none is registered, dummies of zeros in all slots, taken away at the end."""
     store = runtime.store
     if not store.catalogue.entries:
         with _dummies(runtime) as names:
             yield names
         return
-    recent = [*reversed(store.slots), *(i for i in reversed(store.hosted) if i not in store.slots)]
-    yield [store.catalogue.by_id(i).name for i in recent[: runtime.config.max_loras]]
+    known = dict.fromkeys([*store.pins, *reversed(store.slots), *reversed(store.hosted), *store.catalogue.names])
+    room, held = store.room(known)
+    free = [i for i in known if i not in held][: max(room, 0)]
+    yield [store.catalogue.by_id(i).name for i in known if i in held or i in free]
 
 
 @contextmanager

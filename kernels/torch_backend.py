@@ -36,11 +36,12 @@ def shrink(
         raise ValueError(f"lora_shrink: the torch backend sums K at once, so split must be 1, got {split}")
     pieces = starts.shape[0]
     h = x.new_zeros((1, *x.shape[:2], pieces * max_rank), dtype=torch.promote_types(x.dtype, torch.float32))
-    for piece in range(pieces):
-        for _, low, high, start, r in groups(order, offsets, starts[piece], ranks[piece]):
-            rows, column = _pick(order[low:high]), piece * max_rank
-            some = torch.matmul(x[rows].to(h.dtype), a[start : start + r].to(h.dtype).t())  # [rows, T, r]
-            h[0, rows, :, column : column + r] = some
+    with torch.autocast(x.device.type, enabled=False):  # which would multiply in a coarser dtype
+        for piece in range(pieces):
+            for _, low, high, start, r in groups(order, offsets, starts[piece], ranks[piece]):
+                rows, column = _pick(order[low:high]), piece * max_rank
+                some = torch.matmul(x[rows].to(h.dtype), a[start : start + r].to(h.dtype).t())  # [rows, T, r]
+                h[0, rows, :, column : column + r] = some
     return h
 
 
@@ -62,25 +63,26 @@ def expand(
     wide = torch.promote_types(torch.promote_types(y.dtype, h.dtype), torch.float32)
     h = h.sum(0) if h.shape[0] > 1 else h[0]
     max_rank = h.shape[2] // starts.shape[0]
-    for piece, (first, width, offset) in enumerate([(0, y.shape[2], 0)] if slices is None else slices.tolist()):
-        for slot, low, high, start, r in groups(order, offsets, starts[piece], ranks[piece]):
-            rows, columns = _pick(order[low:high]), slice(first, first + width)
-            begin = offset + start * width
-            own = b.view(-1)[begin : begin + r * width].view(r, width).to(wide)
-            column = start if own_columns else piece * max_rank
-            some = h[rows][:, :, column : column + r].to(wide)  # [rows, T, r]
-            if slices is None and scale is None and bias is None and y.dtype == wide:  # without a copy of y's rows
-                if isinstance(rows, slice):
-                    out[rows].flatten(0, 1).addmm_(some.flatten(0, 1), own)
-                else:
-                    out.index_add_(0, rows, torch.matmul(some, own))
-                continue
-            total = out[rows][:, :, columns] + torch.matmul(some, own)  # one rounding, of the sum in the wider dtype
-            if scale is not None:
-                total = total * scale[slot, columns]
-            if bias is not None:
-                total = total + bias[slot, columns]
-            out[rows, :, columns] = total.to(y.dtype)
+    with torch.autocast(y.device.type, enabled=False):
+        for piece, (first, width, offset) in enumerate([(0, y.shape[2], 0)] if slices is None else slices.tolist()):
+            for slot, low, high, start, r in groups(order, offsets, starts[piece], ranks[piece]):
+                rows, columns = _pick(order[low:high]), slice(first, first + width)
+                begin = offset + start * width
+                own = b.view(-1)[begin : begin + r * width].view(r, width).to(wide)
+                column = start if own_columns else piece * max_rank
+                some = h[rows][:, :, column : column + r].to(wide)  # [rows, T, r]
+                if slices is None and scale is None and bias is None and y.dtype == wide:  # without a copy of y's rows
+                    if isinstance(rows, slice):
+                        out[rows].flatten(0, 1).addmm_(some.flatten(0, 1), own)
+                    else:
+                        out.index_add_(0, rows, torch.matmul(some, own))
+                    continue
+                total = out[rows][:, :, columns] + torch.matmul(some, own)  # rounded once, at the end
+                if scale is not None:
+                    total = total * scale[slot, columns]
+                if bias is not None:
+                    total = total + bias[slot, columns]
+                out[rows, :, columns] = total.to(y.dtype)
     return out
 
 
@@ -96,6 +98,7 @@ def expand_gated(y: Tensor, h: Tensor, b: Tensor, closed: Tensor) -> Tensor:
 
 def add_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """y + B^T (A x) where all rows share one adapter: y [..., N], x [..., K], a [r, K], b [r, N]."""
-    h = torch.matmul(x.to(a.dtype), a.t())
-    flat = torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]).to(y.dtype), b.to(y.dtype))
-    return flat.view(y.shape)
+    wide = torch.promote_types(y.dtype, b.dtype)  # rounded once, at the end
+    h = torch.matmul(x.to(a.dtype), a.t()).to(wide)
+    flat = torch.addmm(y.reshape(-1, y.shape[-1]).to(wide), h.reshape(-1, h.shape[-1]), b.to(wide))
+    return flat.to(y.dtype).view(y.shape)

@@ -194,11 +194,10 @@ def expand(
         bias is not None, fixed,
     )  # fmt: skip
     y, stride = _rows(y)
-    strides = h.stride()
-    if strides[3] != 1 or strides[1] != tokens * strides[2]:
-        h = h.contiguous()
-        strides = h.stride()
-    numbers = (rows, tokens, n, slots, width // pieces, stride, strides[2], n, strides[0])
+    plane, stride_r, stride_h, together = h.stride()
+    if together != 1 or stride_r != tokens * stride_h:
+        h, stride_h, plane = h.contiguous(), width, rows * tokens * width
+    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, n, plane)
     tables = (order, offsets, starts, ranks, slices, scale, bias)
     _launch(lora_expand_kernel, grid, (y, h, b, out, *tables, *numbers), constants)
     return out

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import ops  # noqa: F401 (registers the operations)
 from ..kernels.backends import TORCH
 from ..kernels.torch_backend import expand_gated, groups
 from .base import LoraLayer
@@ -39,12 +40,17 @@ class LoraEmbedding(LoraLayer, kind="embedding"):
             rows = slots.routing.align(ids, r, slots.name, trailing=0, flat=slots.flat)  # [R, T]
             tables = slots.tables()
         delta = torch.zeros(*rows.shape, slots.out_features, dtype=slots.b.dtype, device=y.device)
-        if backend.name != TORCH and not torch.compiler.is_compiling():
-            h = slots.a_used.index_select(1, rows.flatten()).t().reshape(1, *rows.shape, -1)  # [1, R, T, w]
-            delta = backend.expand(delta, h, slots.b, *tables, own_columns=True)
-        elif torch.compiler.is_compiling() or rows.numel() <= slots.dense_tokens:
-            h = slots.a_used.index_select(1, rows.flatten()).t().reshape(*rows.shape, -1)  # [R, T, w]
-            delta = expand_gated(delta, h, slots.b_used, layout.closed)
+        tracing = torch.compiler.is_compiling()
+        if tracing or backend.name != TORCH or rows.numel() <= slots.dense_tokens:
+            columns = slots.a_used.index_select(1, rows.flatten())  # [w, R * T]
+            h = columns.t().reshape(*rows.shape, columns.shape[0])  # [R, T, w]
+            if backend.name == TORCH or (tracing and not backend.fixed):
+                delta = expand_gated(delta, h, slots.b_used, layout.closed)
+            elif tracing:
+                rest = (None, None, None, True, backend.name)  # no slices, scale or bias; own columns
+                delta = torch.ops.hf_multilora.lora_expand(delta, h[None], slots.b, *tables, *rest)
+            else:
+                delta = backend.expand(delta, h[None], slots.b, *tables, own_columns=True)
         else:
             order, offsets, starts, ranks = tables
             for _, low, high, start, rank in groups(order, offsets, starts[0], ranks[0]):

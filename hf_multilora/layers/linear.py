@@ -44,10 +44,11 @@ class LoraLinear(LoraLayer, kind="linear"):
                 out = backend.expand(y, h[None], slots.b, *slots.tables(), own_columns=True)
             return out.view(*x.shape[:-1], slots.out_features)
         y = super().__call__(*args, **kwargs)
-        out = y.reshape(*rows.shape[:2], -1)  # [R, T, N]
+        out = y.reshape(*rows.shape[:2], slots.out_features)  # [R, T, N]
         if few and backend.name == TORCH:
-            h = F.linear(rows.to(slots.a_used.dtype), slots.a_used).to(y.dtype)
-            return expand_gated(out, h, slots.b_used.to(y.dtype), layout.closed).view(y.shape)
+            a, b, wide = slots.a_used, slots.b_used, torch.promote_types(y.dtype, slots.b.dtype)
+            h = F.linear(rows.to(a.dtype), a).to(wide)
+            return expand_gated(out.to(wide), h, b.to(wide), layout.closed).to(y.dtype).view(y.shape)
         return _grouped(out, rows, slots, slots.tables()).view(y.shape)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.backends import TORCH, Backend, backend
+from ..kernels.backends import TORCH, Backend, backend, has_triton
 from ..pool import Layout, RankRows
 from ..routing import Routing, RoutingError
 
@@ -227,10 +227,11 @@ class ModuleSlots:
         """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""
         views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used", "views"))
         own = {"a": self.a.detach().clone(), "buffer": None, "bias_buffer": None, "laid": False}
-        return self.__dict__ | views | own | {"backend": None}
+        return self.__dict__ | views | own | {"backend": self.backend.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, backend=backend(TORCH))  # until the copy's Residency chooses
+        name = state["backend"] if has_triton() else TORCH  # until the copy's Residency chooses
+        self.__dict__.update(state, backend=backend(name))
         self.look()
 
 
