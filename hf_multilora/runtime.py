@@ -137,7 +137,9 @@ class Runtime(Residency):
         with self.store.lock:
             self.refresh()
             if stale:
+                self._stale = True  # until it has its backend
                 self.equip(slots)
+                self._stale = False
         self.routing.stand(slots[0] if slots else BASE)
 
     def moved(self) -> None:

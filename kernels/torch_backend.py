@@ -92,8 +92,7 @@ def expand_gated(y: Tensor, h: Tensor, b: Tensor, closed: Tensor) -> Tensor:
     in another slot's column must not become NaN here.
     """
     own = h.masked_fill(closed[:, None, :], 0)
-    rows, tokens, _ = y.shape
-    return torch.addmm(y.flatten(0, 1), own.flatten(0, 1), b).view(rows, tokens, -1)
+    return torch.addmm(y.flatten(0, 1), own.flatten(0, 1), b).view(y.shape)
 
 
 def add_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
