@@ -47,11 +47,12 @@ class Runtime(Residency):
         super().__init__(model, config, facts)
         self.renames = tuple(renames)
         self.default: str | None = None
+        self._unequipped = False  # modules of the default may have the backend of before a move
         self.parameters = parameter_names(model.forward)
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "lock"}
+        return {k: v for k, v in super().__getstate__().items() if k != "lock"} | {"_unequipped": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, lock=threading.RLock())
@@ -118,16 +119,17 @@ class Runtime(Residency):
     def rest(self, *, seat: bool) -> None:
         """Between calls only the default is held, and stands: after an interrupt more may be, or something else.
 
-        seat: bring a default to a slot that lost its own, as its copy was outdated; else the base stands for it.
+        seat: a call that names none follows, so a default that lost its slot, as its copy was outdated, gets one, and
+        its modules their backend; else the base may stand for it.
         """
         if self.routing.open:
             return
         ids = [] if self.default is None else [self.store.catalogue.entry(self.default).id]
-        stale = self._stale
+        self._unequipped |= self._stale
         if ids and ids[0] not in self.store.slots:
             self.store.hold_only([])
             self.routing.stand(BASE)
-            stale = True
+            self._unequipped = True
             if seat:
                 self.seat(ids)
             else:
@@ -136,10 +138,9 @@ class Runtime(Residency):
         slots = [self.store.slots[i] for i in ids]
         with self.store.lock:
             self.refresh()
-            if stale:
-                self._stale = True  # until it has its backend
+            if seat and self._unequipped:
                 self.equip(slots)
-                self._stale = False
+                self._unequipped = False
         self.routing.stand(slots[0] if slots else BASE)
 
     def moved(self) -> None:
