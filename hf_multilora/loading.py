@@ -189,8 +189,9 @@ def unpatch(model: Any) -> Any:
     with runtime.lock:
         if runtime.routing.open:
             raise RuntimeError("unpatch must not run inside a call or an adapters() block")
-        for module, _ in runtime.sites.values():
-            require_unwrappable(module)
+        for module, slots in runtime.sites.values():
+            if module.__dict__.get("_lora") is slots:  # not so after an interrupt
+                require_unwrappable(module)
         runtime.set_default(None)
         runtime.store.delete(*runtime.store.catalogue.entries)  # who still holds the runtime must find no adapters
         for name in list(runtime.sites):

@@ -34,7 +34,8 @@ def plan_passes(ids: Sequence[int], limits: Limits) -> list[list[int]]:
     """
     distinct = list(dict.fromkeys(ids)) if not limits.mixable else list(dict.fromkeys(i for i in ids if i))
     others = [i for i in distinct if i and i not in limits.held]
-    if len(distinct) <= 1 or (others and limits.room < 1) or (limits.mixable and len(others) <= limits.room):
+    fits = not others if limits.room < 1 else len(others) <= limits.room
+    if len(distinct) <= 1 or (others and limits.room < 1) or (limits.mixable and fits):
         return [list(range(len(ids)))]
     if limits.mixable:
         groups = [set(others[k : k + limits.room]) for k in range(0, len(others), limits.room)]

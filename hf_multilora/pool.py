@@ -7,6 +7,7 @@ consecutive rows of both: no padding to a maximum rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -94,6 +95,10 @@ class RowTables:
         self.row_slots, self.order = self.data[:rows], self.data[wide : wide + rows]
         self.offsets = self.data[2 * wide :]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is one of zeros: pickle does not keep that tensors are views of one, and rows are written anew."""
+        return RowTables, (self.row_slots.shape[0], self.offsets.shape[0] - 1, self.data.device)
+
 
 class Layout:
     """Where every slot's rank rows lie; shared by all modules whose pools look the same, so written once for them all.
@@ -119,6 +124,10 @@ class Layout:
         self.table: RowTables | None = None
         self.single: dict[int, RowTables] = {}
         self.live = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew, as pickle does not keep that tables are views of one buffer; a copy has no rows in force."""
+        return _layout, (self.width, self.bound, self.starts.shape[1], self.device, self.spans)
 
     def take(self, spans: Mapping[int, tuple[int, int]]) -> None:
         """Slot -> (first rank row, r), written by one copy."""
@@ -156,3 +165,9 @@ class Layout:
             self.single[slot] = RowTables(1, self.starts.shape[1], self.device)
             self.single[slot].data.copy_(host.data)
         return self.single[slot]
+
+
+def _layout(width: int, bound: int, slots: int, device: torch.device, spans: Mapping[int, tuple[int, int]]) -> Layout:
+    layout = Layout(width, bound, slots, device)
+    layout.take(spans)
+    return layout

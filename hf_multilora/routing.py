@@ -104,8 +104,8 @@ class Routing:
         """
         request = self.stack[-1] if request is None else request
         innermost = self.stack[-1] is request
+        self.open = len(self.stack) > 1
         self.stack.remove(request)
-        self.open = bool(self.stack)
         if self.stack:
             self.enter(len(self.stack[-1].slots))
         else:

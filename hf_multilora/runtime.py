@@ -92,7 +92,8 @@ class Runtime(Residency):
                 else:
                     self.store.register(name, adapter, reader)
             except BaseException:
-                for new in set(self.sites) - before:
+                trained = {name for entry in self.store.catalogue for name in entry.ranks}  # an interrupt may come late
+                for new in set(self.sites) - before - trained:
                     self.release_site(new)
                 raise
 
@@ -131,7 +132,7 @@ class Runtime(Residency):
             self.routing.stand(BASE)
             self._unequipped = True
             if seat:
-                self.seat(ids)
+                self.seat(ids, before_pins=True)
             else:
                 ids = []
         self.store.hold_only(ids)
@@ -209,13 +210,20 @@ class Runtime(Residency):
         mixable = all(self.sites[name][1].mixable for name in trained)
         return Limits(*self.store.room(wanted), mixable, self.store.max_loras)
 
-    def seat(self, ids: Sequence[int]) -> dict[int, int]:
+    def seat(self, ids: Sequence[int], *, before_pins: bool = False) -> dict[int, int]:
         """`store.acquire`, then new layouts, also after an error: adapters in force may have been moved before it."""
         with self.store.lock:  # a load in another thread adds sites
             try:
-                return self.store.acquire(ids)
-            finally:
+                slots = self.store.acquire(ids, before_pins=before_pins)
+            except BaseException:
                 self.refresh()
+                raise
+            try:
+                self.refresh()
+            except BaseException:
+                self.store.release(slots)
+                raise
+            return slots
 
     @contextmanager
     def request(self, ids: Sequence[int], *, ragged: bool = False) -> Iterator[None]:

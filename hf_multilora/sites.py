@@ -83,7 +83,8 @@ class Sites:
 
     def _in_place(self, name: str) -> bool:
         parent, own = self.parents[name]
-        return parent._modules.get(own) is self.sites[name][0]
+        module, slots = self.sites[name]
+        return parent._modules.get(own) is module and module.__dict__.get("_lora") is slots
 
     def _replaced(self, name: str) -> RuntimeError:
         trained = [entry.name for entry in self.store.catalogue if name in entry.ranks]

@@ -139,17 +139,19 @@ class AdapterStore:
             holding = {i for i in self.slots if self.catalogue.by_id(i).in_flight} | self.pins
             return self.max_loras - len(holding), frozenset(holding.intersection(wanted))
 
-    def acquire(self, ids: Iterable[int]) -> dict[int, int]:
+    def acquire(self, ids: Iterable[int], *, before_pins: bool = False) -> dict[int, int]:
         """Bring adapters into slots and hold them there: id -> slot (the base has none). Undo with `release`.
 
-        Raises CapacityError where they do not fit beside what is pinned or in use. On any error nothing is held.
+        before_pins: also into slots that pinned adapters wait for. Raises CapacityError where they do not fit beside
+        what is pinned or in use. On any error nothing is held.
         """
         with self.lock:
             wanted = list(dict.fromkeys(i for i in ids if i))
             entries = [self.catalogue.by_id(i) for i in wanted]
             new = [i for i in wanted if i not in self.slots]
             stay = {i for i in self.slots if i in wanted or self.catalogue.by_id(i).in_flight}
-            room = self.max_loras - len((stay | self.pins).difference(new))
+            pins = self.pins & self.slots.keys() if before_pins else self.pins
+            room = self.max_loras - len((stay | pins).difference(new))
             if len(new) > max(room, 0):
                 fit = len(wanted) - len(new) + room
                 raise CapacityError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,30 @@ def test_warm_up_with_pins_keeps_to_the_slots_there_are(family: Family) -> None:
 def test_warm_up_leaves_out_what_is_longer_than_the_model_takes() -> None:
     report = MultiLoRAModel.from_pretrained(gpt2(), max_loras=1, max_lora_rank=1).warmup()
     assert set(report.shapes) == {(1, 1), (1, 64)} and report.skipped == [(1, 512)]
+
+
+# -- copies and slots --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_slots_of_a_copy_change_hands(family: Family, way: Any) -> None:
+    """Pickle does not keep that tensors are views of one buffer: the tables of a layout are."""
+    model = family.model(max_loras=2, max_lora_rank=8)
+    logits(model, ids(2), ["a", "b"])
+    copied = way(model)
+    for names in (["a", "b"], ["b", "c"], ["a", "c", None]):
+        inputs = same_ids(len(names), 40)
+        assert_rows(logits(copied, inputs, names), family.truth(inputs, names))
+
+
+def test_pins_that_wait_beside_a_default(family: Family) -> None:
+    """Every slot is promised: what has none is refused before any work, and the default keeps its own at a move."""
+    model = family.model(max_loras=2)
+    model.set_adapter("c")
+    model.pin_adapter("a"), model.pin_adapter("b")
+    with pytest.raises(CapacityError, match="distinct adapters must fit"):
+        logits(model, ids(2), ["a", "b"])
+    model.double()
+    with torch.no_grad():
+        got = model(input_ids=same_ids(1)).logits
+    assert error(got, family.truth(same_ids(1), ["c"])) < 1e-5 < error(got, family.truth(same_ids(1), [None]))

@@ -88,12 +88,14 @@ def lay(module: nn.Linear, slots: ModuleSlots) -> None:
             bias[:n] = module.bias
             module.bias.data = bias[:n]
         module.weight.data = buffer[:n]
+    slots.looked = False  # an interrupt before its end must not leave views of two states
     slots.a, slots.buffer, slots.bias_buffer, slots.laid = buffer[n:], buffer, bias, True
     slots.look()
 
 
 def unlay(module: nn.Module, slots: ModuleSlots) -> None:
     """Give weight and bias storage of their own again."""
+    slots.looked = False
     with torch.inference_mode(False), torch.no_grad():
         for name, buffer in (("weight", slots.buffer), ("bias", slots.bias_buffer)):
             parameter = module._parameters.get(name)

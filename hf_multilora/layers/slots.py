@@ -140,12 +140,14 @@ class ModuleSlots:
             b = torch.zeros(capacity, self.out_features, device=device, dtype=dtype)
             end = self.rows.end
             a[:end], b[:end] = self.a[:end], self.b[:end]
+        self.looked = False
         self.a, self.b, self.rows.capacity, self.laid = a, b, capacity, False
         self.look()
         return before
 
     def restore(self, pool: Pool) -> None:
         """Undo a `reserve` and what came after it: the memory from before was only read."""
+        self.looked = False
         self.a, self.b, self.laid, self.rows.capacity, self.rows.spans = pool
         self.look()
 
@@ -202,7 +204,7 @@ class ModuleSlots:
     def use(self, backend: Backend) -> None:
         """Compute with this backend from now on."""
         if backend is not self.backend:
-            self.backend = backend
+            self.looked, self.backend = False, backend
             self.look()
 
     def layout_key(self) -> tuple[Any, ...] | None:
