@@ -49,7 +49,6 @@ class Routing:
     tokens  int | None  T, tokens per row where the entry point has them
     active  bool        some row has an adapter
     uniform int | None  the slot that all rows share, if they do: then any shape of input is attributed
-    host    RowTables   the rows in force; every layout has those of its device
     capturing bool      a CUDA graph is being captured: what is done must hold for every mix
     moves   int         how often a module's factors or layout got another address or width, which graphs hold
     captured_at         `moves` when a graph was captured
@@ -69,8 +68,6 @@ class Routing:
         self.moves = 0
         self.captured_at: int | None = None
         self.tables: dict[tuple[torch.device, int], RowTables] = {}
-        with torch.inference_mode(False):  # tensors born in inference mode could never be written outside it
-            self.host = RowTables(0, slots, torch.device("cpu"))
         self._written: tuple[int, ...] | None = None
         self._settle()
 
@@ -167,7 +164,6 @@ class Routing:
             key = torch.where(host.row_slots == BASE, self.slots, host.row_slots)
             host.order.copy_(torch.argsort(key, stable=True))
             host.offsets[1:] = torch.bincount(key, minlength=self.slots + 1)[: self.slots].cumsum(0)
-            self.host = host
             present = frozenset(slots) - {BASE}
             written = {}
             for layout in self.layouts:

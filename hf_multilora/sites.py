@@ -78,8 +78,9 @@ class Sites:
 
     def require_in_place(self, names: Collection[str]) -> None:
         """Raises RuntimeError where one of these adapted modules was replaced."""
-        for name in (name for name in names if not self._in_place(name)):
-            raise self._replaced(name)
+        for name in names:
+            if not self._in_place(name):
+                raise self._replaced(name)
 
     def _in_place(self, name: str) -> bool:
         parent, own = self.parents[name]
