@@ -237,6 +237,7 @@ def long_life(folder: Path, device: str, tolerance: float) -> dict[int, Marks]:
             life.without_names()
         life.check(whole=i % 25 == 0)
         if i in (100, BATCHES):
+            assert len(model._multilora.store.hosted) == 64, "control: host memory was full"
             marks[i] = Marks.take()
         pools = model.memory_report().per_module if i <= 100 else pools
         assert model.memory_report().per_module == pools
