@@ -95,7 +95,8 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 def merged(base: nn.Module, folder: Path) -> Any:
     """A copy of `base` with the adapter's `2 B A` added to its weights (save_adapter's alpha is 2 r)."""
     model: Any = copy.deepcopy(base)
-    tensors = load_file(folder / "adapter_model.safetensors")
+    device = str(next(model.parameters()).device)
+    tensors = load_file(folder / "adapter_model.safetensors", device=device)
     for key, a in tensors.items():
         if "_A" not in key:
             continue
