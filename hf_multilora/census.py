@@ -18,6 +18,8 @@ LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out
 OWN_WEIGHT_USE = ("NonDynamicallyQuantizableLinear",)  # nn.MultiheadAttention reads its weight and never calls it
 ROUTER = re.compile(r"Router|TopK")
 SCALED = re.compile(r"ScaledWordEmbedding$")
+CLASSIFIER = re.compile(r"For(Sequence|Token|Image|Audio|Video)Classification$")
+HEAD = re.compile(r"(^|\.)(score|classifier|classification_head|head|heads)(\.|$)")
 PLACEHOLDER = re.compile(r"^(image|video|audio|speech)_token_(id|index)$")
 
 
@@ -27,6 +29,7 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
     A tuner layer of a PEFT model is read as its base layer, under the name it has without PEFT.
     """
     census: dict[str, ModuleShape] = {}
+    ties, resizable = _ties(model), _resizable(model)
     parents = dict(model.named_modules(remove_duplicate=False))
     outside = _outside_language(model)
     for name, module in _modules(model):
@@ -39,8 +42,49 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         if reason is None and shape.kind != "other" and _reads_weight_only(parent, own):
             reason = f"it is never called: {parent.__name__} uses its weight directly"
         mixable = not facts.matches("unmixable", name) and not outside(name)
-        census[name] = replace(shape, refused=reason, mixable=mixable)
+        own = {key: tensor.shape for key, tensor in _own(module)}
+        leaf = not any(True for child in module.children() for part in child.modules() for _ in _own(part))
+        tied = tuple(other for other in ties.get(id(module._parameters.get("weight")), ()) if other != name)
+        census[name] = replace(
+            shape, refused=reason, mixable=mixable, own=own, leaf=leaf, resizable=resizable(name, module), tied=tied
+        )
     return census
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Floating point parameters and persistent buffers of the module itself, in the order of its state dict."""
+    buffers = ((k, v) for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set)
+    for name, tensor in (*module._parameters.items(), *buffers):
+        if tensor is not None and tensor.is_floating_point():
+            yield name, tensor
+
+
+def _ties(model: nn.Module) -> dict[int, list[str]]:
+    """id of a parameter -> the modules that have it as their `weight`, where these are several."""
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            users.setdefault(id(weight), []).append(name)
+    return {key: names for key, names in users.items() if len(names) > 1}
+
+
+def _resizable(model: Any) -> Callable[[str, nn.Module], bool]:
+    """Which modules an adapter may save with another number of rows: the embedding of token ids, the head that gives
+    their logits, and linears with one output per label of a classifier."""
+    try:
+        ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())} - {id(None)}
+    except NotImplementedError:  # it takes no token ids
+        ends = set()
+    classifier = CLASSIFIER.search(type(model).__name__) is not None
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
+
+    def resizable(name: str, module: nn.Module) -> bool:
+        if id(module) in ends:
+            return True
+        return classifier and getattr(module, "out_features", None) == labels and HEAD.search(name) is not None
+
+    return resizable
 
 
 def _outside_language(model: nn.Module) -> Callable[[str], bool]:
