@@ -42,11 +42,11 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         if reason is None and shape.kind != "other" and _reads_weight_only(parent, own):
             reason = f"it is never called: {parent.__name__} uses its weight directly"
         mixable = not facts.matches("unmixable", name) and not outside(name)
-        own = {key: tensor.shape for key, tensor in _own(module)}
+        shapes = {key: tensor.shape for key, tensor in _own(module)}
         leaf = not any(True for child in module.children() for part in child.modules() for _ in _own(part))
         tied = tuple(other for other in ties.get(id(module._parameters.get("weight")), ()) if other != name)
         census[name] = replace(
-            shape, refused=reason, mixable=mixable, own=own, leaf=leaf, resizable=resizable(name, module), tied=tied
+            shape, refused=reason, mixable=mixable, own=shapes, leaf=leaf, resizable=resizable(name, module), tied=tied
         )
     return census
 
@@ -72,6 +72,8 @@ def _ties(model: nn.Module) -> dict[int, list[str]]:
 def _resizable(model: Any) -> Callable[[str, nn.Module], bool]:
     """Which modules an adapter may save with another number of rows: the embedding of token ids, the head that gives
     their logits, and linears with one output per label of a classifier."""
+    if not hasattr(model, "get_output_embeddings"):  # a plain module
+        return lambda name, module: False
     try:
         ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())} - {id(None)}
     except NotImplementedError:  # it takes no token ids
