@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .formats import Adapter, AdapterError
+from .formats import Adapter, AdapterError, LoraFactors
 
 logger = logging.get_logger(__name__)
 ALIGN = 256  # bytes: as device memory is aligned, and enough for a view of any dtype
@@ -123,15 +123,18 @@ def pack(adapter: Adapter, names: Mapping[str, str], dtypes: Mapping[str, torch.
     for given, pair in adapter.factors.items():
         name = names[given]
         if name not in places:
-            dtype = dtypes[name]
-            places[name] = packer.place(pair.a, dtype, None), packer.place(pair.b.t(), dtype, pair.scaling)
+            a, b = (
+                packer.place(factor, dtypes[name] if factor.is_floating_point() else factor.dtype, scaling)
+                for factor, scaling in parts(pair)
+            )
+            places[name] = a, b
     with torch.inference_mode(False), torch.no_grad():
         host = HostAdapter(own_pages(packer.end), places)
         written: set[Place] = set()
         met: set[str] = set()
         for given, pair in adapter.factors.items():
             name = names[given]
-            pairs = zip(places[name], host.factors[name], ((pair.a, None), (pair.b.t(), pair.scaling)), strict=True)
+            pairs = zip(places[name], host.factors[name], parts(pair), strict=True)
             for place, view, (factor, scaling) in pairs:
                 if place not in written:
                     view.copy_(_scaled(factor, place.dtype, scaling))
@@ -148,6 +151,11 @@ def pack(adapter: Adapter, names: Mapping[str, str], dtypes: Mapping[str, torch.
                     )
             met.add(name)
     return host
+
+
+def parts(pair: LoraFactors) -> tuple[tuple[Tensor, float | None], tuple[Tensor, float | None]]:
+    """What a slot holds of a pair, each with the scale to fold in, if any: A [r, in] and B [r, out]."""
+    return (pair.a, None), (pair.b.t(), None if pair.scaling == 1 else pair.scaling)
 
 
 class _Packer:

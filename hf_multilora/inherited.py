@@ -59,7 +59,7 @@ class InheritedVerbs:
         """The base's state dict: no name and no byte of an adapter, also where another module shares a laid weight."""
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         sites = self._multilora.sites.values()
-        return state if kwargs.get("keep_vars") else without_buffers(state, (slots for _, slots in sites))
+        return state if kwargs.get("keep_vars") else without_buffers(state, (slots.buffer for _, slots in sites))
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' own; raises ValueError where an adapter trains the embedding or the head."""

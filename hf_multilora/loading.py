@@ -12,7 +12,7 @@ from .config import MultiLoRAConfig
 from .entry import EntryHook, remove_entry_hooks
 from .formats import adapter_from_tensors
 from .formats.files import locate, parse_config
-from .layers.base import LoraLayer, require_unwrappable
+from .layers.base import AdaptedLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
 from .patches.facts import facts_of, is_distributed
 from .runtime import Runtime
@@ -150,7 +150,7 @@ def require_patchable(model: Any) -> None:
             f"the base must hold no adapters of PEFT, {tuned} does: they would go on for all rows. Pass the PeftModel, "
             f"or take them off first (delete_adapter of the model that load_adapter or add_adapter was called on)"
         )
-    shared = next((name for name, module in model.named_modules() if isinstance(module, LoraLayer)), None)
+    shared = next((name for name, module in model.named_modules() if isinstance(module, AdaptedLayer)), None)
     if shared is not None:
         raise ValueError(
             f"the base must share no module with another MultiLoRAModel, {shared} is adapted by one; unpatch() it "
@@ -190,7 +190,7 @@ def unpatch(model: Any) -> Any:
         if runtime.routing.open:
             raise RuntimeError("unpatch must not run inside a call or an adapters() block")
         for module, slots in runtime.sites.values():
-            if module.__dict__.get("_lora") is slots:  # not so after an interrupt
+            if module.__dict__.get(f"_{slots.role}") is slots:  # not so after an interrupt
                 require_unwrappable(module)
         runtime.set_default(None)
         runtime.store.delete(*runtime.store.catalogue.entries)  # who still holds the runtime must find no adapters

@@ -11,14 +11,14 @@ from typing import Any
 
 from .catalogue import Entry, check_name
 from .config import MultiLoRAConfig
-from .formats import Adapter, AdapterError, LoraFactors, ModuleShape
+from .formats import LORA, Adapter, AdapterError, LoraFactors, ModuleShape, split_site
 from .formats.keys import covers, listed
 from .loading import checkpoint_renames, name_adapters, progress, require_no_arguments, require_patchable
 from .model import MultiLoRAModel
 from .patches.facts import facts_of
 from .plan import MemoryPlan, ModulePlan
-from .pool import pool_rows
 from .runtime import Reader, Runtime
+from .sites import widths
 from .skeleton import read_for_skeleton, skeleton
 
 
@@ -60,26 +60,28 @@ def plan(
         check_name(name)
         adapter = read(probe, path)
         sizes[name] = probe.pack(adapter).nbytes
-        ranks[name] = {first[id(model.get_submodule(m))]: pair.r for m, pair in adapter.factors.items()}
+        first_sites = probe.first_sites(adapter.factors)
+        ranks[name] = {first_sites[site]: pair.r for site, pair in adapter.factors.items()}
     wanted = {module for each in ranks.values() for module in each}
     if not ranks:
         wanted = {first[id(model.get_submodule(m))] for m in allowed_modules(probe, census)}
-    modules = [name for name in first.values() if name in wanted]  # in the model's order
-    dtypes = {name: probe.dtype_of(model.get_submodule(name)) for name in modules}
+    order = {name: i for i, name in enumerate(first.values())}
+    modules = sorted(wanted, key=lambda site: (order[split_site(site)[0]], site))  # in the model's order
+    shapes = {site: census[split_site(site)[0]] for site in modules}
 
     def rows(name: str, slots: int) -> int:
-        return pool_rows((each.get(name, 0) for each in ranks.values()), slots, config.max_lora_rank)
+        return probe.rows_for(name, (each.get(name, 0) for each in ranks.values()), slots)
 
     def cost(name: str, slots: int) -> int:
-        return rows(name, slots) * (census[name].in_features + census[name].out_features) * dtypes[name].itemsize
+        return rows(name, slots) * probe.row_bytes(name, shapes[name])
 
     def total(slots: int) -> int:
         return sum(cost(name, slots) for name in modules)
 
     per_module = {
         name: ModulePlan(
-            rows(name, config.max_loras), cost(name, config.max_loras), census[name].in_features,
-            census[name].out_features, dtypes[name],
+            rows(name, config.max_loras), cost(name, config.max_loras), *widths(split_site(name)[1], shapes[name]),
+            probe.dtype_of(name),
         )
         for name in modules
     }  # fmt: skip
@@ -155,12 +157,13 @@ def _own(model: Any) -> list[Entry]:
 def _registered_bytes(entry: Entry, runtime: Runtime, probe: Runtime) -> int:
     """Host bytes of a registered adapter under the settings of the plan, which it must satisfy."""
     bound, targets = probe.config.max_lora_rank, probe.reading()["target_modules"]
-    if bound is not None and max(entry.ranks.values()) > bound:
+    lora = {site: r for site, r in entry.ranks.items() if split_site(site)[1] == LORA}
+    if bound is not None and max(lora.values(), default=0) > bound:
         raise AdapterError(
-            f"adapter {entry.name!r}: rank must be at most {bound} (max_lora_rank), got {max(entry.ranks.values())}; "
+            f"adapter {entry.name!r}: rank must be at most {bound} (max_lora_rank), got {max(lora.values())}; "
             f"raise max_lora_rank"
         )
-    outside = [module for module in entry.ranks if targets is not None and not covers(targets, module)]
+    outside = [module for module in lora if targets is not None and not covers(targets, module)]
     if outside:
         raise AdapterError(
             f"adapter {entry.name!r} trained {listed(outside)}, but target_modules={targets!r} does not allow that "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 BASE = -1  # the slot of a row without adapter
+FILL = float("-inf")  # logits beyond a row's own labels, in a batch where another row has more
 FREE = -2  # the owner of an unused rank row: equals no row's slot, so nothing ever reads it
 BUCKET = 16  # the occupied prefix of a pool is rounded up to this, then doubled: few shapes, so graphs survive
 
@@ -71,14 +72,14 @@ def bucket(rows: int, capacity: int | None = None) -> int:
     return width if capacity is None else min(width, capacity)
 
 
-def pool_rows(ranks: Iterable[int], max_loras: int, max_lora_rank: int | None) -> int:
+def pool_rows(ranks: Iterable[int], max_loras: int, max_lora_rank: int | None, unit: int = BUCKET) -> int:
     """Rank rows of one module's pool: `max_lora_rank` in each slot, without it the `max_loras` largest of the ranks.
 
-    ranks: those of all adapters in this module, 0 where one does not train it. In multiples of BUCKET, so that what
-    follows in a row of the augmented matmul's output is aligned.
+    ranks: those of all adapters in this module, 0 where one does not train it. In multiples of `unit`, for LoRA BUCKET,
+    so that what follows in a row of the augmented matmul's output is aligned.
     """
     rows = max_loras * max_lora_rank if max_lora_rank is not None else sum(sorted(ranks, reverse=True)[:max_loras])
-    return -(-rows // BUCKET) * BUCKET
+    return -(-rows // unit) * unit
 
 
 class RowTables:
@@ -106,55 +107,72 @@ class Layout:
     owner  int32 [P]        slot that owns the rank row, or FREE
     starts int32 [1, slots] first rank row of the slot
     ranks  int32 [1, slots] rank of the slot in these modules, 0 where it has none
-    closed bool  [R, P]     True where the rank row is not the batch row's: set by `write`
-    no_rows      [0, r]     its shape tells traced code an upper bound of the ranks
+    gated: closed bool [R, P] True where the rank row is not the batch row's
+    not gated: own int64 [2, R] first rank row and rank of each batch row's slot, both 0 for the base;
+           widest           the largest rank of a row's slot; whole: every row's slot has rank rows
+    no_rows      [0, bound] its shape tells traced code an upper bound of the ranks
     table                   the rows of the call in force, on this device
-    Tables keep their addresses while the layout is in use: `take` writes new spans into them.
+    Tables keep their addresses while the layout is in use: `take` writes new spans into them, `write` the rows.
     """
 
-    def __init__(self, width: int, bound: int, slots: int, device: torch.device) -> None:
-        self.width, self.bound, self.device = width, bound, device
-        self.tables = torch.zeros(width + 2 * slots, dtype=torch.int32, device=device)
-        self.owner, starts, ranks = self.tables.split([width, slots, slots])
-        self.starts, self.ranks = starts.view(1, slots), ranks.view(1, slots)
+    def __init__(self, width: int, bound: int, slots: int, device: torch.device, gated: bool = True) -> None:
+        self.width, self.bound, self.device, self.gated = width, bound, device, gated
+        owned, wide = (width if gated else 0), -(-(slots + 1) // 4) * 4  # aligned to 16 bytes
+        self.tables = torch.zeros(owned + 2 * wide, dtype=torch.int32, device=device)
+        self.owner, both = self.tables.split([owned, 2 * wide])
+        self.both = both.view(2, wide)  # the last column is the base's: no rank rows
+        self.starts, self.ranks = self.both[:1, :slots], self.both[1:, :slots]
         self.spans: dict[int, tuple[int, int]] = {}
-        self.closed = torch.ones(0, width, dtype=torch.bool, device=device)
-        self.kept: dict[int, torch.Tensor] = {}  # `closed` by the number of rows
+        self.closed = torch.ones(0, width if gated else 0, dtype=torch.bool, device=device)
+        self.own = torch.zeros(2, 0, dtype=torch.int64, device=device)
+        self.kept: dict[int, torch.Tensor] = {}  # `closed` or `own` by the number of rows
         self.no_rows = torch.empty(0, bound)
         self.table: RowTables | None = None
         self.single: dict[int, RowTables] = {}
-        self.live = False
+        self.live, self.whole, self.widest = False, False, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made anew, as pickle does not keep that tables are views of one buffer; a copy has no rows in force."""
-        return _layout, (self.width, self.bound, self.starts.shape[1], self.device, self.spans)
+        return _layout, (self.width, self.bound, self.starts.shape[1], self.device, self.gated, self.spans)
 
     def take(self, spans: Mapping[int, tuple[int, int]]) -> None:
         """Slot -> (first rank row, r), written by one copy."""
         if self.spans == spans:
             return
         host = torch.zeros(self.tables.shape, dtype=torch.int32)
-        host[: self.width] = FREE
-        slots = self.starts.shape[1]
+        owner, both = host[: self.owner.shape[0]], host[self.owner.shape[0] :].view(self.both.shape)
+        owner.fill_(FREE)
         for slot, (start, r) in spans.items():
-            host[start : start + r] = slot
-            host[self.width + slot], host[self.width + slots + slot] = start, r
+            owner[start : start + r] = slot
+            both[0, slot], both[1, slot] = start, r
         self.tables.copy_(host)
         self.spans = dict(spans)
 
     def write(self, table: RowTables, present: frozenset[int], keep: bool = False) -> None:
-        """The rows in force; `present`: the slots that occur in them. keep: `closed` for when as many rows come again:
-        a graph that was captured with them reads it."""
+        """The rows in force; `present`: the slots that occur in them, BASE too. keep: what is written for when as many
+        rows come again: a graph that was captured with them reads it."""
         self.table = table
         self.live = not present.isdisjoint(self.spans)
-        rows = table.row_slots.shape[0]
-        if self.closed.shape[0] != rows:
-            known = self.kept.get(rows)
-            fresh = torch.empty(rows, self.width, dtype=torch.bool, device=self.device) if known is None else known
-            self.closed = fresh
+        self.whole = present <= self.spans.keys()
+        self.widest = max((self.spans[slot][1] for slot in present if slot in self.spans), default=0)
+        rows, now = table.row_slots.shape[0], self.closed if self.gated else self.own.t()
+        if now.shape[0] != rows:
+            fresh = self.kept.get(rows)
+            if fresh is None and self.gated:
+                fresh = torch.empty(rows, self.width, dtype=torch.bool, device=self.device)
+            elif fresh is None:
+                fresh = torch.empty(2, rows, dtype=torch.int64, device=self.device)
             if keep:
                 self.kept[rows] = fresh
-        torch.ne(self.owner, table.row_slots[:, None], out=self.closed)
+            if self.gated:
+                self.closed = fresh
+            else:
+                self.own = fresh
+        if self.gated:
+            torch.ne(self.owner, table.row_slots[:, None], out=self.closed)
+        else:
+            at = table.row_slots.long().remainder(self.both.shape[1])  # BASE, -1, is the last column
+            self.own.copy_(self.both.index_select(1, at))
 
     def alone(self, slot: int) -> RowTables:
         """Tables for one row that has this slot, made once."""
@@ -167,7 +185,9 @@ class Layout:
         return self.single[slot]
 
 
-def _layout(width: int, bound: int, slots: int, device: torch.device, spans: Mapping[int, tuple[int, int]]) -> Layout:
-    layout = Layout(width, bound, slots, device)
+def _layout(
+    width: int, bound: int, slots: int, device: torch.device, gated: bool, spans: Mapping[int, tuple[int, int]]
+) -> Layout:
+    layout = Layout(width, bound, slots, device, gated)
     layout.take(spans)
     return layout

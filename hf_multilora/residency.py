@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .config import MultiLoRAConfig
-from .formats import Adapter
+from .formats import LORA, Adapter, split_site
 from .host import HostAdapter, host_budget, out_of_memory, pack
 from .kernels.backends import Backend, choose
-from .layers import ModuleSlots
+from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
-from .layers.slots import Pool, home_of
+from .layers.rows import Pool, home_of, own_tensor
 from .patches.facts import Facts
 from .pool import Layout, bucket, pool_rows
 from .sites import Sites
@@ -52,7 +52,10 @@ class Residency(Sites):
         """Before a request with these slots. Raises RuntimeError where its rows would lose a replaced module."""
         self.equip(slots)
         for name, (module, site) in self.sites.items():
-            prepare(module, site)
+            if isinstance(site, ModuleSlots):
+                prepare(module, site)
+            elif not site.looked:
+                site.look()
             if not self._in_place(name) and not site.rows.spans.keys().isdisjoint(slots):
                 raise self._replaced(name)
         if self.routing.captured_at not in (None, self.routing.moves):
@@ -68,17 +71,20 @@ class Residency(Sites):
         for entry in self.store.catalogue:
             for name, r in entry.ranks.items():
                 ranks[name].append(r)
-        bounds = self.config.max_loras, self.config.max_lora_rank
-        return {name: pool_rows(found, *bounds) for name, found in ranks.items()}
+        return {name: self.rows_for(name, found, self.config.max_loras) for name, found in ranks.items()}
+
+    def rows_for(self, site: str, ranks: Iterable[int], slots: int) -> int:
+        """Rank rows that the pool of a site should have, from the ranks of the adapters there."""
+        if split_site(site)[1] == LORA:
+            return pool_rows(ranks, slots, self.config.max_lora_rank)
+        return pool_rows(ranks, slots, None, SlotRows.unit)
 
     # -- the store's device ----------------------------------------------------------------------------------
     def pack(self, adapter: Adapter) -> HostAdapter:
         """The adapter in host memory, page-locked where it goes to a CUDA device. Raises as `host.pack` does."""
-        first = self.paths()
-        names = {given: first[id(self.model.get_submodule(given))] for given in adapter.factors}
-        modules = {name: self.model.get_submodule(name) for name in names.values()}
-        host = pack(adapter, names, {name: self.dtype_of(module) for name, module in modules.items()})
-        if any(home_of(m, m._parameters.get("weight")).type == "cuda" for m in modules.values()):
+        names = self.first_sites(adapter.factors)
+        host = pack(adapter, names, {name: self.dtype_of(name) for name in names.values()})
+        if any(home_of(self.module_of(name)).type == "cuda" for name in names.values()):
             host.pin()
         return host
 
@@ -92,7 +98,7 @@ class Residency(Sites):
         """
         for staging in self.staging.values():
             staging.begin(host)  # runs beside all that follows
-        grown: list[tuple[ModuleSlots, Pool]] = []
+        grown: list[tuple[SlotRows, Pool]] = []
         try:
             ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
             kept = {name for name, r in ranks.items() if self._stays(name, slot, r)}
@@ -128,29 +134,29 @@ class Residency(Sites):
     def _stays(self, name: str, slot: int, r: int) -> bool:
         """Whether the slot has r rank rows in this module already, where the module computes and in its dtype."""
         module, slots = self.sites[name]
-        span, weight = slots.rows.spans.get(slot), module._parameters.get("weight")
+        span, tensor = slots.rows.spans.get(slot), own_tensor(module)
         return (
             span is not None
             and span[1] == r
-            and weight is not None
-            and weight.device == slots.a.device
-            and slots.a.dtype == (self.config.dtype or weight.dtype)
+            and tensor is not None
+            and tensor.device == slots.a.device
+            and slots.a.dtype == (slots.fixed_dtype or tensor.dtype)
             and "_hf_hook" not in module.__dict__
         )
 
-    def _make_room(self, ranks: Mapping[str, int], grown: list[tuple[ModuleSlots, Pool]]) -> None:
+    def _make_room(self, ranks: Mapping[str, int], grown: list[tuple[SlotRows, Pool]]) -> None:
         """Let pools grow until these modules have so many more rank rows; what they were goes to `grown`."""
         needs = {name: self.sites[name][1].rows.used + r for name, r in ranks.items()}
         small = {name for name, need in needs.items() if need > self.sites[name][1].rows.capacity}
         planned = self.capacities() if small else {}
         for name, need in needs.items():
             module, slots = self.sites[name]
-            device, dtype = home_of(module, module._parameters.get("weight")), self.dtype_of(module)
+            device, dtype = home_of(module), self.dtype_of(name)
             rows = max(need, planned[name]) if name in small else need
             try:
                 pool = slots.reserve(rows, device, dtype)
             except RuntimeError as error:
-                size = rows * (slots.in_features + slots.out_features) * dtype.itemsize
+                size = rows * slots.row_bytes(dtype)
                 self._require_room(f"{name}'s pool of {rows} rank rows", size, device, error)
                 raise
             if pool is not None:
@@ -161,8 +167,8 @@ class Residency(Sites):
         if not out_of_memory(error):
             return
         rows, total = self.capacities(), 0
-        for name, (module, slots) in self.sites.items():
-            total += rows[name] * (slots.in_features + slots.out_features) * self.dtype_of(module).itemsize
+        for name, (_, slots) in self.sites.items():
+            total += rows[name] * slots.row_bytes(self.dtype_of(name))
         free = f", which has {torch.cuda.mem_get_info(device)[0]} free" if device.type == "cuda" else ""
         raise CapacityError(
             f"{what} needs {size} bytes on {device}{free}; the pools of all {len(rows)} modules need {total} bytes as "
@@ -190,7 +196,7 @@ class Residency(Sites):
         layout stays with its modules, so that captured graphs find it."""
         if not self._stale:
             return
-        groups: dict[Any, list[ModuleSlots]] = {}
+        groups: dict[Any, list[SlotRows]] = {}
         layouts: list[Layout] = []
         with torch.inference_mode(False):
             for _, slots in self.sites.values():
@@ -199,13 +205,14 @@ class Residency(Sites):
                     slots.settle(None)
                     continue
                 groups.setdefault(key, []).append(slots)
-            for (items, capacity, device), members in groups.items():
+            for (items, capacity, device, gated), members in groups.items():
                 spans, layout = dict(items), members[0].layout
-                width = bucket(max(start + r for start, r in spans.values()), capacity)
-                bound = bucket(max(r for _, r in spans.values()))
+                width = bucket(max(start + r for start, r in spans.values()), capacity) if gated else 0
+                bound = max(r for _, r in spans.values())  # of saved heads: what traced calls pad logits to
+                bound = bucket(bound) if gated else bound
                 fits = layout is not None and (layout.width, layout.device) == (width, device) and layout.bound >= bound
                 if layout is None or not fits or any(layout is other for other in layouts):
-                    layout = Layout(width, bound, self.config.max_loras, device)
+                    layout = Layout(width, bound, self.config.max_loras, device, gated)
                 layout.take(spans)
                 layouts.append(layout)
                 for slots in members:
@@ -217,7 +224,7 @@ class Residency(Sites):
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and
         with another dtype all slots do: their rows were rounded on the way."""
         self._stale, self.staging = True, {}
-        dtypes = {name: self.dtype_of(module) for name, (module, _) in self.sites.items()}
+        dtypes = {name: self.dtype_of(name) for name in self.sites}
         converted, busy = [slots for _, slots in self.sites.values() if slots.converted], self.routing.open
         self.store.forget(lambda host: host.outdated(dtypes), slots=bool(converted), idle=not busy)
         for slots in converted:

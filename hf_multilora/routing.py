@@ -122,6 +122,12 @@ class Routing:
                 "not await inside a block, or hold an asyncio.Lock around it"
             )
 
+    @property
+    def row_slots(self) -> tuple[int, ...]:
+        """The slot of each of `rows`, known on the host."""
+        assert self._written is not None
+        return self._written
+
     def relayout(self, layouts: list[Layout]) -> None:
         """Slots moved: take the new layouts and write the rows in force into them."""
         self.layouts = layouts
@@ -164,7 +170,7 @@ class Routing:
             key = torch.where(host.row_slots == BASE, self.slots, host.row_slots)
             host.order.copy_(torch.argsort(key, stable=True))
             host.offsets[1:] = torch.bincount(key, minlength=self.slots + 1)[: self.slots].cumsum(0)
-            present = frozenset(slots) - {BASE}
+            present = frozenset(slots)
             written = {}
             for layout in self.layouts:
                 if layout.device not in written:

@@ -14,7 +14,7 @@ from torch import nn
 from .catalogue import Limits, check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
-from .formats import Adapter, read_adapter
+from .formats import Adapter, read_adapter, split_site
 from .patches.facts import Facts
 from .pool import BASE
 from .residency import Residency
@@ -84,9 +84,8 @@ class Runtime(Residency):
         check_name(name)
         with self.store.lock:
             before = set(self.sites)
-            first = self.paths()
             try:
-                self.adapt([first[id(self.model.get_submodule(n))] for n in adapter.factors])
+                self.adapt(list(self.first_sites(adapter.factors).values()))
                 if replace:
                     self.store.replace(name, adapter, reader)
                 else:
@@ -167,13 +166,12 @@ class Runtime(Residency):
         """Before embedding or head are replaced: refuse where an adapter trains them, else forget their empty sites."""
         model: Any = self.model
         found = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
-        first = self.paths()
-        for name in {first[id(module)] for module in found} & set(self.sites):
+        for name in [name for name, (module, _) in self.sites.items() if any(module is m for m in found)]:
             users = [e.name for e in self.store.catalogue if name in e.ranks]
             if users:
                 raise ValueError(
-                    f"{verb} must not replace {name}, which adapters {users[:5]} train: their rows would lose it. "
-                    f"Delete them first, or resize the base before MultiLoRAModel.from_pretrained"
+                    f"{verb} must not replace {split_site(name)[0]}, which adapters {users[:5]} train: their rows "
+                    f"would lose it. Delete them first, or resize the base before MultiLoRAModel.from_pretrained"
                 )
             self.release_site(name)
 

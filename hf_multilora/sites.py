@@ -9,15 +9,17 @@ from torch import nn
 
 from .census import take_census
 from .config import MultiLoRAConfig
-from .formats import ModuleShape
-from .layers import ModuleSlots, require_free, unwrap, wrap
+from .formats import LORA, SAVED, TOKENS, ModuleShape, site_name, split_site
+from .layers import ModuleSlots, SavedSlots, SlotRows, TokenSlots, require_free, unwrap, wrap
+from .layers.rows import own_tensor
 from .patches.facts import Facts
 from .routing import Routing
 from .store import AdapterStore
 
 
 class Sites:
-    """sites: path of an adapted module -> the module and its rank rows. parents: path -> its parent and its own name.
+    """sites: adapted module in a role (see formats/base.py) -> the module and its rank rows. parents: the same -> its
+    parent and its own name there.
 
     store: which adapters are registered; set by whoever extends this.
     """
@@ -29,21 +31,26 @@ class Sites:
         self.config = config
         self.facts = facts
         self.routing = Routing(config.max_loras)
-        self.sites: dict[str, tuple[nn.Module, ModuleSlots]] = {}
+        self.sites: dict[str, tuple[nn.Module, SlotRows]] = {}
         self.parents: dict[str, tuple[nn.Module, str]] = {}
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)
 
     def paths(self) -> dict[int, str]:
-        """id(module) -> its first path: a module reached by two paths has one site."""
+        """id(module) -> its first path: a module reached by two paths has one site per role."""
         return {id(module): name for name, module in self.model.named_modules()}
 
-    def first_path(self, name: str) -> str:
-        return self.paths()[id(self.model.get_submodule(name))]
+    def module_of(self, site: str) -> nn.Module:
+        return self.model.get_submodule(split_site(site)[0])
+
+    def first_sites(self, given: Collection[str]) -> dict[str, str]:
+        """Sites as an adapter calls them -> the same by the first paths of their modules."""
+        first = self.paths()
+        return {site: site_name(first[id(self.module_of(site))], split_site(site)[1]) for site in given}
 
     def adapt(self, names: Sequence[str]) -> None:
-        """Give the modules rank rows (none yet); modules that have them are left alone."""
+        """Give the modules rank rows (none yet); sites that have them are left alone."""
         census = self.census()
         users: dict[int, int] = {}
         for module in self.model.modules():
@@ -56,23 +63,27 @@ class Sites:
                 if any(name in entry.ranks for entry in self.store.catalogue):
                     raise self._replaced(name)
                 self.release_site(name)
-            module, shape = self.model.get_submodule(name), census[name]
-            slots = ModuleSlots(
-                name, shape.in_features, shape.out_features, self.routing,
-                flat=self.facts.matches("flat", name), tied=users[id(module._parameters.get("weight"))] > 1,
-                mixable=shape.mixable,
-            )  # fmt: skip
-            slots.fixed_dtype = self.config.dtype
-            require_free(module, name)
-            parent, _, own = name.rpartition(".")
+            path, role = split_site(name)
+            module, shape = self.model.get_submodule(path), census[path]
+            sizes, flat = widths(role, shape), self.facts.matches("flat", path)
+            slots: SlotRows
+            if role == LORA:
+                tied = users[id(module._parameters.get("weight"))] > 1
+                slots = ModuleSlots(path, *sizes, self.routing, flat=flat, tied=tied, mixable=shape.mixable)
+                slots.fixed_dtype = self.config.dtype
+            else:
+                kind = SavedSlots if role == SAVED else TokenSlots
+                slots = kind(path, *sizes, self.routing, flat=flat, mixable=shape.mixable)
+            require_free(module, slots)
+            parent, _, own = path.rpartition(".")
             self.parents[name] = (self.model.get_submodule(parent), own)
             self.sites[name] = (module, slots)  # before it is wrapped: an interrupt must find what to undo
             wrap(module, shape.kind, slots)
 
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
-        if module.__dict__.get("_lora") is slots:
-            unwrap(module)
+        if module.__dict__.get(f"_{slots.role}") is slots:
+            unwrap(module, slots.role)
         del self.sites[name]
         del self.parents[name]
 
@@ -85,19 +96,39 @@ class Sites:
     def _in_place(self, name: str) -> bool:
         parent, own = self.parents[name]
         module, slots = self.sites[name]
-        return parent._modules.get(own) is module and module.__dict__.get("_lora") is slots
+        return parent._modules.get(own) is module and module.__dict__.get(f"_{slots.role}") is slots
 
     def _replaced(self, name: str) -> RuntimeError:
         trained = [entry.name for entry in self.store.catalogue if name in entry.ranks]
         return RuntimeError(
-            f"{name} must be the module that was adapted, it was replaced by another, and adapters {trained[:5]} train "
-            f"it: their rows would lose it. Put it back, or delete them; or unpatch() and call from_pretrained again"
+            f"{split_site(name)[0]} must be the module that was adapted, it was replaced by another, and adapters "
+            f"{trained[:5]} train it: their rows would lose it. Put it back, or delete them; or unpatch() and call "
+            f"from_pretrained again"
         )
 
-    def dtype_of(self, module: nn.Module) -> torch.dtype:
-        if self.config.dtype is not None:
+    def dtype_of(self, site: str) -> torch.dtype:
+        """The dtype that the tensors of a site are held in."""
+        if self.config.dtype is not None and split_site(site)[1] == LORA:
             return self.config.dtype
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.is_floating_point():
-            return weight.dtype
+        tensor = own_tensor(self.module_of(site))
+        if tensor is not None and tensor.is_floating_point():
+            return tensor.dtype
         return getattr(self.model, "dtype", torch.float32)
+
+    def row_bytes(self, site: str, shape: ModuleShape) -> int:
+        """Bytes of one rank row of a site."""
+        role, dtype = split_site(site)[1], self.dtype_of(site)
+        a, b = widths(role, shape)
+        return a * dtype.itemsize + b * (torch.int64 if role == TOKENS else dtype).itemsize
+
+
+def widths(role: str, shape: ModuleShape) -> tuple[int, int]:
+    """(width of a, width of b) of a site: see formats/base.py."""
+    inner = shape.in_features if shape.kind == "linear" else shape.out_features
+    if role == LORA:
+        return shape.in_features, shape.out_features
+    if role == SAVED and shape.kind == "embedding":
+        return inner, 0
+    if role == SAVED and shape.kind != "linear":
+        return sum(size.numel() for size in shape.own.values()), 0
+    return inner, 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from .formats import LoraFactors
-from .layers import LoraLayer
+from .formats import SAVED, TOKENS, LoraFactors, split_site
+from .layers import AdaptedLayer, ModuleSlots
 from .layers.augmented import unlay
+from .layers.whole import own_names
 from .runtime import Runtime
 
 # Difference of outputs that rounding explains: a merged weight is rounded once more than a separate delta
@@ -62,7 +65,8 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
         raise ValueError(f"inputs must hold tensors with rows in front (input_ids, ...), got {sorted(inputs)}")
     twice = {k: torch.cat([v, v]) if isinstance(v, Tensor) and v.dim() else v for k, v in inputs.items()}
     if entry.reader is not None:
-        factors = {runtime.first_path(k): v for k, v in entry.read().factors.items()}
+        read = entry.read().factors
+        factors = {site: read[given] for given, site in runtime.first_sites(read).items()}
     else:
         assert entry.host is not None  # it came from memory and stays there
         factors = {k: LoraFactors(a, b.t(), 1.0) for k, (a, b) in entry.host.factors.items()}
@@ -74,10 +78,14 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
             merged = _main(model(**inputs, adapter_names=bare))
         base = _main(model(**inputs, adapter_names=bare))
     tolerance = TOLERANCE.get(merged.dtype, TOLERANCE[torch.bfloat16])
-    difference, base_difference = _gap(both[:rows], merged), _gap(both[rows:], base)
-    where = next((m for m, y in alone.items() if m in mixed and not _gap(mixed[m][:rows], y) <= tolerance), None)
+    # a row's own logits are the first of the batch's widest
+    difference = _gap(both[:rows, ..., : merged.shape[-1]], merged)
+    base_difference = _gap(both[rows:, ..., : base.shape[-1]], base)
+    gaps = ((m, _gap(mixed[m][:rows, ..., : y.shape[-1]], y)) for m, y in alone.items() if m in mixed)
+    where = next((m for m, gap in gaps if not gap <= tolerance), None)
     ok = difference <= tolerance and base_difference <= tolerance
-    return VerifyReport(name, ok, difference, base_difference, _gap(merged, base), tolerance, None if ok else where)
+    effect = _gap(merged, base) if merged.shape == base.shape else math.inf
+    return VerifyReport(name, ok, difference, base_difference, effect, tolerance, None if ok else where)
 
 
 def random_ids(model: Any, rows: int = 2, tokens: int = 12) -> dict[str, Tensor]:
@@ -109,7 +117,7 @@ def _watch(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     seen: dict[str, Tensor] = {}
     handles = []
     for name, module in model.named_modules():
-        if name and not isinstance(module, LoraLayer):
+        if name and not isinstance(module, AdaptedLayer):
 
             def keep(_m: Any, _i: Any, output: Any, name: str = name) -> None:
                 first = output[0] if isinstance(output, tuple) and output else output
@@ -126,21 +134,45 @@ def _watch(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def _merged(runtime: Runtime, factors: Mapping[str, LoraFactors]) -> Iterator[None]:
-    """The adapter added to the weights while the block runs. Each module gets a weight of its own, so ties stay out."""
-    originals: list[tuple[nn.Module, nn.Parameter | None]] = []
+    """The adapter's weights in the modules while the block runs. Each gets tensors of its own, so ties stay out."""
+    originals: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for name, pair in factors.items():
-            module = runtime.sites[name][0]
-            weight = module._parameters.get("weight")
-            delta = pair.scaling * (pair.b.double() @ pair.a.double())  # [out, in], embedding: [H, V]
-            if weight is None or not weight.is_floating_point() or weight.numel() != delta.numel():
-                raise NotImplementedError(f"{name}: only a plain weight can be merged, it is {type(weight).__name__}")
-            delta = delta if isinstance(module, nn.Linear) else delta.t()  # Conv1D [in, out], embedding [V, H]
-            unlay(module, runtime.sites[name][1])
-            merged = (weight.double() + delta.to(weight.device)).to(weight.dtype)
-            originals.append((module, weight))
-            module._parameters["weight"] = nn.Parameter(merged, requires_grad=False)
+        for site, pair in factors.items():
+            module, slots = runtime.sites[site]
+            if isinstance(slots, ModuleSlots):
+                unlay(module, slots)
+            for name, tensor in merged_tensors(site, module, pair).items():
+                home: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                originals.append((home, name, home[name]))
+                parameter = home is module._parameters
+                home[name] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
         yield
     finally:
-        for module, weight in originals:
-            module._parameters["weight"] = weight
+        for home, name, tensor in reversed(originals):
+            home[name] = tensor
+
+
+def merged_tensors(site: str, module: nn.Module, pair: LoraFactors) -> dict[str, Tensor]:
+    """What the module's own tensors become with the adapter's part of the site merged in, by name."""
+    _, role = split_site(site)
+    weight = module._parameters.get("weight")
+    if role == SAVED and not isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
+        names = [*own_names(module, module._parameters), *own_names(module, module._buffers)]
+        own = {name: getattr(module, name) for name in names}
+        parts = pair.a[0].split([tensor.numel() for tensor in own.values()])
+        return {name: part.view(own[name].shape).to(own[name]) for part, name in zip(parts, names, strict=True)}
+    if weight is None or not weight.is_floating_point():
+        raise NotImplementedError(f"{site}: only a plain weight can be merged, it is {type(weight).__name__}")
+    if role == SAVED:
+        saved = pair.a.t() if isinstance(module, Conv1D) else pair.a
+        tensors = {"weight": saved.to(weight)}
+        if module._parameters.get("bias") is not None or bool(pair.b.any()):
+            tensors["bias"] = pair.b[0].to(weight)
+        return tensors
+    if role == TOKENS:
+        return {"weight": weight.detach().index_copy(0, pair.b[0].to(weight.device), pair.a.to(weight))}
+    delta = pair.scaling * (pair.b.double() @ pair.a.double())  # [out, in], embedding: [H, V]
+    if weight.numel() != delta.numel():
+        raise NotImplementedError(f"{site}: only a plain weight can be merged, it is {type(weight).__name__}")
+    delta = delta if isinstance(module, nn.Linear) else delta.t()  # Conv1D [in, out], embedding [V, H]
+    return {"weight": (weight.double() + delta.to(weight.device)).to(weight.dtype)}

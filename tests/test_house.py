@@ -45,7 +45,7 @@ EDGES: dict[str, set[str]] = {
     "model": {*BELOW_MODEL, "inherited", "runtime", "calls", "reports", "verify", "plan", "collator"},
     "loading": {*BELOW_MODEL, "runtime", "model"},
     "skeleton": {*BELOW_MODEL, "runtime", "loading"},
-    "planning": {*BELOW_MODEL, "runtime", "plan", "model", "loading", "skeleton"},
+    "planning": {*BELOW_MODEL, "sites", "runtime", "plan", "model", "loading", "skeleton"},
     "warmup": {*BELOW_MODEL, "runtime", "planning", "reports", "verify"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }

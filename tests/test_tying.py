@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 
 from hf_multilora import MultiLoRAModel
-from hf_multilora.layers import LoraLayer
+from hf_multilora.layers import AdaptedLayer
 from tests.tiny import (
     LINEARS,
     Family,
@@ -191,7 +191,7 @@ def test_unpatch_gives_back_exactly_what_was_there(name: str, tmp_path: Path) ->
     assert after.keys() == before.keys()
     assert torch.equal(answer(base), want)
     assert all(torch.equal(base.state_dict()[k], v) for k, v in weights.items())
-    assert not isinstance(base, MultiLoRAModel) and not any(isinstance(m, LoraLayer) for m in base.modules())
+    assert not isinstance(base, MultiLoRAModel) and not any(isinstance(m, AdaptedLayer) for m in base.modules())
     again = MultiLoRAModel.from_pretrained(base, {"a": str(tmp_path / "a")})
     with again.adapters(["a", None, "a", None]):
         assert torch.equal(answer(again), adapted)

@@ -137,9 +137,9 @@ def ready(module: nn.Module, slots: ModuleSlots) -> bool:
     return is_laid(module, slots)
 
 
-def without_buffers(state: Any, all_slots: Iterable[ModuleSlots]) -> Any:
-    """Replace tensors of a state dict that lie in a buffer with A by copies."""
-    laid = {slots.buffer.untyped_storage().data_ptr() for slots in all_slots if slots.buffer is not None}
+def without_buffers(state: Any, buffers: Iterable[Tensor | None]) -> Any:
+    """Replace tensors of a state dict that lie in one of the buffers of weights with A by copies."""
+    laid = {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer is not None}
     for key, value in state.items():
         if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in laid:
             state[key] = value.clone()

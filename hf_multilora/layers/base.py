@@ -1,27 +1,31 @@
-"""The mixin of adapted modules, and the registry of its kinds.
+"""The mixins of adapted modules, and the registry of their kinds.
 
-A module is adapted by giving it a class that mixes a `LoraLayer` into its own class: the object, its parameters, hooks,
-names and isinstance checks stay. `wrap` and `unwrap` do it and undo it.
+A module is adapted by giving it a class that mixes one layer per role into its own class: the object, its parameters,
+hooks, names and isinstance checks stay. `wrap` and `unwrap` do it and undo it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from . import augmented
+from .rows import SlotRows
 from .slots import ModuleSlots
 
-MIXINS: dict[str, type[LoraLayer]] = {}  # kind of module -> mixin; filled by the files of this folder
+# Outermost first: what a row's adapter saved in full stands for the base's output and its deltas
+ROLES = ("saved", "tokens", "lora")
+MIXINS: dict[tuple[str, str], type[AdaptedLayer]] = {}  # (role, kind of module) -> mixin; filled by this folder's files
 
 
-class LoraLayer:
-    """Mixed in front of a module's class; its rank rows are `self._lora`.
+class AdaptedLayer:
+    """Mixed in front of a module's class; its rank rows are `self._lora`, `self._saved` and `self._tokens`.
 
-    The delta is added in `__call__`, around whatever the class, an instance `forward` (accelerate, tensor parallelism)
-    or hooks do: hooks of users see the base output.
+    The rows' own part is added in `__call__`, around whatever the class, an instance `forward` (accelerate, tensor
+    parallelism) or hooks do: hooks of users see the base output.
     """
 
     _lora: ModuleSlots
@@ -30,20 +34,22 @@ class LoraLayer:
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def __init_subclass__(cls, kind: str | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(cls, role: str = "lora", kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if kind is not None:
-            MIXINS[kind] = cls
+            MIXINS[role, kind] = cls
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[misc]
-        self._lora.apply(fn)
-        augmented.settle(self, self._lora)  # type: ignore[arg-type]
+        for slots in slots_of(self):  # type: ignore[arg-type]
+            slots.apply(fn)
+        if "_lora" in self.__dict__:
+            augmented.settle(self, self._lora)  # type: ignore[arg-type]
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        if keep_vars or self._lora.buffer is None:
+        if keep_vars or "_lora" not in self.__dict__ or self._lora.buffer is None:
             return
         for name in ("weight", "bias"):  # the storage behind them holds tenants' rows, which no base file may carry
             tensor: Tensor | None = destination.get(prefix + name)
@@ -53,15 +59,23 @@ class LoraLayer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickled weight brings the whole buffer it lay in; give it storage of its own."""
         super().__setstate__(state)  # type: ignore[misc]
-        if state["_lora"].tied:  # never laid
+        if "_lora" not in state or state["_lora"].tied:  # never laid
             return
         for parameter in self._parameters.values():  # type: ignore[attr-defined]
             if type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deepcopy through (base class, mixin): the mixed class has no import path of its own."""
-        return _rebuild, (type(self).__bases__[1], type(self).__bases__[0]), state_of(self)
+        """Pickle and deepcopy through (base class, mixins): the mixed class has no import path of its own."""
+        *mixins, own = type(self).__bases__
+        return _rebuild, (own, tuple(mixins)), state_of(self)
+
+
+def slots_of(module: nn.Module) -> Iterator[SlotRows]:
+    """The rank rows that the module has, by role."""
+    for role in ROLES:
+        if f"_{role}" in module.__dict__:
+            yield module.__dict__[f"_{role}"]
 
 
 def state_of(module: Any) -> dict[str, Any]:
@@ -72,50 +86,63 @@ def state_of(module: Any) -> dict[str, Any]:
     return dict(module.__getstate__())
 
 
-def _rebuild(cls: type, mixin: type) -> Any:
-    mixed: Any = mix(mixin, cls)
+def _rebuild(cls: type, mixins: tuple[type, ...]) -> Any:
+    mixed: Any = mix(mixins, cls)
     return mixed.__new__(mixed)
 
 
 @functools.cache
-def mix(mixin: Any, cls: Any) -> type:
-    """The class `mixin + cls`, under the name and module of `cls` (Transformers reads the source of that module)."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+def mix(mixins: tuple[Any, ...], cls: Any) -> type:
+    """The class of the mixins and `cls`, under the name and module of `cls` (Transformers reads the source of that
+    module)."""
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_mixed": True}
+    return type(cls.__name__, (*mixins, cls), body)
 
 
-def require_free(module: nn.Module, name: str) -> None:
+def _own_class(module: nn.Module) -> tuple[dict[str, Any], Any]:
+    """(mixin of each role, the class without them)."""
+    cls: Any = type(module)
+    if "_mixed" not in cls.__dict__:
+        return {}, cls
+    *mixins, own = cls.__bases__
+    return {role: mixin for mixin in mixins for (role, _), known in MIXINS.items() if known is mixin}, own
+
+
+def require_free(module: nn.Module, slots: SlotRows) -> None:
     """Raises ValueError where another model has adapted the module: it can follow one routing."""
-    if isinstance(module, LoraLayer):
-        raise ValueError(
-            f"{name}: no other MultiLoRAModel may have adapted it, one that shares it has (as {module._lora.name}); "
-            f"unpatch() that one, or give each a copy of the module (copy.deepcopy)"
-        )
+    for other in slots_of(module):
+        if other.routing is not slots.routing or other.role == slots.role:
+            raise ValueError(
+                f"{slots.name}: no other MultiLoRAModel may have adapted it, one that shares it has (as {other.name}); "
+                f"unpatch() that one, or give each a copy of the module (copy.deepcopy)"
+            )
 
 
-def wrap(module: nn.Module, kind: str, slots: ModuleSlots) -> None:
-    """Adapt `module` in place. Raises ValueError where another model has adapted it."""
-    require_free(module, slots.name)
-    module.__dict__["_lora"] = slots
-    own: Any = type(module)
-    mixin: Any = MIXINS[kind]
-    module.__class__ = mix(mixin, own)
+def wrap(module: nn.Module, kind: str, slots: SlotRows) -> None:
+    """Adapt `module` in place, in the role of `slots`. Raises ValueError where another model has adapted it."""
+    require_free(module, slots)
+    module.__dict__[f"_{slots.role}"] = slots
+    mixins, own = _own_class(module)
+    mixins[slots.role] = MIXINS[slots.role, kind]
+    module.__class__ = mix(tuple(mixins[role] for role in ROLES if role in mixins), own)
 
 
 def require_unwrappable(module: nn.Module) -> None:
     """Raises RuntimeError where someone else changed the module's class after it was adapted."""
-    if LoraLayer not in type(module).__bases__[0].__bases__:
+    if isinstance(module, AdaptedLayer) and "_mixed" not in type(module).__dict__:
+        name = next(slots.name for slots in slots_of(module))
         raise RuntimeError(
-            f"{module._lora.name}: its class must be the one it was adapted with, it became "  # type: ignore[union-attr]
-            f"{type(module).__name__}; undo that first (torch.nn.utils.parametrize.remove_parametrizations)"
+            f"{name}: its class must be the one it was adapted with, it became {type(module).__name__}; undo that "
+            f"first (torch.nn.utils.parametrize.remove_parametrizations)"
         )
 
 
-def unwrap(module: nn.Module) -> None:
-    """Give `module` back exactly as it was: class, storage of its own, no attribute left."""
-    wrapped = isinstance(module, LoraLayer)  # not so where `wrap` was interrupted
-    if wrapped:
-        require_unwrappable(module)
-    augmented.unlay(module, module.__dict__["_lora"])
-    if wrapped:
-        module.__class__ = type(module).__bases__[1]
-    del module.__dict__["_lora"]
+def unwrap(module: nn.Module, role: str = "lora") -> None:
+    """Give `module` back as it was before that role: class, storage of its own, no attribute left."""
+    require_unwrappable(module)
+    if role == "lora":
+        augmented.unlay(module, module.__dict__["_lora"])
+    mixins, own = _own_class(module)
+    mixins.pop(role, None)  # not there where `wrap` was interrupted
+    module.__class__ = mix(tuple(mixins[role] for role in ROLES if role in mixins), own) if mixins else own
+    del module.__dict__[f"_{role}"]

@@ -10,11 +10,12 @@ from torch import Tensor
 from ..kernels import ops  # noqa: F401 (registers the operations)
 from ..kernels.backends import TORCH
 from ..kernels.torch_backend import expand_gated, groups
-from .base import LoraLayer
-from .slots import BASE_ONLY, ONE, ModuleSlots
+from .base import AdaptedLayer
+from .rows import BASE_ONLY, ONE
+from .slots import ModuleSlots
 
 
-class LoraEmbedding(LoraLayer, kind="embedding"):
+class LoraEmbedding(AdaptedLayer, kind="embedding"):
     """y = W[id] + scale * B^T A[:, id] with the A and B of each row's adapter; ids int [R, T]."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kernels import ops  # noqa: F401 (registers the operations)
-from ..kernels.backends import TORCH
+from ..kernels.backends import TORCH, Backend
 from ..kernels.torch_backend import add_one, expand_gated
 from . import augmented
-from .base import LoraLayer
-from .slots import BASE_ONLY, ONE, ModuleSlots
+from .base import AdaptedLayer
+from .rows import BASE_ONLY, ONE, SlotRows
+from .slots import ModuleSlots
 
 
-class LoraLinear(LoraLayer, kind="linear"):
+class LoraLinear(AdaptedLayer, kind="linear"):
     """Adds `B (A x)` of each row's adapter to the output of the class it is mixed into."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +59,21 @@ def _grouped(y: Tensor, x: Tensor, slots: ModuleSlots, tables: tuple[Tensor, ...
     backend, layout = slots.backend, slots.layout
     assert layout is not None
     x, max_rank = x.to(slots.a.dtype), layout.no_rows.shape[1]
-    differentiable = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
-    if not (torch.compiler.is_compiling() or (differentiable and backend.name != TORCH)):
-        return backend.expand(y, backend.shrink(x, slots.a, *tables, max_rank), slots.b, *tables)
-    h = torch.ops.hf_multilora.lora_shrink(x, slots.a, *tables, max_rank, backend.split(x.shape[2]), backend.name)
+    h = shrink(x, slots, tables, max_rank, y.requires_grad)
+    if not _registered(backend, x.requires_grad or y.requires_grad):
+        return backend.expand(y, h, slots.b, *tables)
     return torch.ops.hf_multilora.lora_expand(y, h, slots.b, *tables, None, None, None, False, backend.name)
+
+
+def shrink(x: Tensor, slots: SlotRows, tables: tuple[Tensor, ...], max_rank: int, gradients: bool = False) -> Tensor:
+    """h [Z, R, T, max_rank], to be summed over Z: A x with the A of each row's slot; x [R, T, K] of A's dtype."""
+    backend = slots.backend
+    if not _registered(backend, x.requires_grad or gradients):
+        return backend.shrink(x, slots.a, *tables, max_rank)
+    split = backend.split(x.shape[2])
+    return torch.ops.hf_multilora.lora_shrink(x, slots.a, *tables, max_rank, split, backend.name)
+
+
+def _registered(backend: Backend, gradients: bool) -> bool:
+    """Whether a call must use the registered operations: traced, or with gradients that a backend does not give."""
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and gradients and backend.name != TORCH)

@@ -1,35 +1,35 @@
-"""The rank rows of one module on its device, and what its rows get in the current call."""
+"""The rank rows of a LoRA site, and the views that its dense path reads."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..kernels.backends import TORCH, Backend, backend, has_triton
-from ..pool import Layout, RankRows
-from ..routing import Routing, RoutingError
+from ..kernels.backends import TORCH
+from ..pool import BUCKET
+from ..routing import Routing
+from .rows import SlotRows
 
-BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see ModuleSlots.path
 # Tokens of a call up to which one dense matmul over the rank rows of all slots is used, beyond it grouped operations.
 # On a CPU the dense one was faster at 8 tokens and 8 adapters, the grouped ones at 512.
 DENSE_TOKENS_CPU = 32
 # With Triton the augmented weight serves tokens x rank rows up to DENSE_WORK, in all linears of an 8B shape on an H200
 # faster than shrink + expand, or as fast; beyond, the other slots' rank rows cost more than they save.
 DENSE_WORK = 1 << 20
-VIEWS = 64  # of spans that are kept per module
 DENSE_ROWS = 4096  # and these are read whatever the batch holds
 
-Pool = tuple[Tensor, Tensor, bool, int, dict[int, tuple[int, int]]]  # A, B, laid, capacity, spans
 
-
-class ModuleSlots:
-    """A [P, in] and B [P, out] of one module, rank rows handed out by `rows`. Lives in the module's `_lora`.
+class ModuleSlots(SlotRows):
+    """A [P, in] and B [P, out] of one module.
 
     Linear: delta = B^T (A x). Embedding: A's columns are looked up by token id. Scales are already folded into B.
     """
+
+    role = "lora"
+    gated = True
+    unit = BUCKET
 
     def __init__(
         self,
@@ -42,61 +42,12 @@ class ModuleSlots:
         tied: bool = False,
         mixable: bool = True,
     ) -> None:
-        self.name = name
-        self.in_features = in_features
-        self.out_features = out_features
-        self.routing = routing
-        self.flat = flat  # the module is known to get its tokens flattened, row after row
         self.tied = tied  # other modules use its weight, so it stays where it is
-        self.mixable = mixable  # the rows of its input are batch rows
-        self.fixed_dtype: torch.dtype | None = None
-        self.backend: Backend = backend(TORCH)
-        self.rows = RankRows()
-        self.layout: Layout | None = None
-        self.where = (0, 0, 0)  # addresses and width of what a captured graph reads
-        self.a = torch.zeros(0, in_features)
-        self.b = torch.zeros(0, out_features)
         self.buffer: Tensor | None = None  # [N + P, K] while the weight is laid with A: see augmented.py
         self.bias_buffer: Tensor | None = None  # [N + P]
         self.laid = False  # A lies in the buffer too
-        self.converted = False  # to another dtype since they were filled: they may have lost digits
         self.dense_tokens = 0
-        self.look()
-
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
-    def path(self) -> int:
-        """BASE_ONLY: no row has an adapter here. ONE: all rows share one. MIXED: routing.rows rows, each its own.
-
-        In a traced or captured graph the mix is data: any open request is MIXED, so that it serves every mix.
-        """
-        layout, routing = self.layout, self.routing
-        if layout is None:
-            return BASE_ONLY
-        if routing.open and (routing.capturing or torch.compiler.is_compiling()):
-            return self._mixed()
-        if not routing.active:
-            return BASE_ONLY
-        if routing.uniform is not None:
-            return ONE if routing.uniform in layout.spans else BASE_ONLY
-        return self._mixed() if layout.live else BASE_ONLY
-
-    def _mixed(self) -> int:
-        if not self.mixable:
-            raise RoutingError(
-                f"{self.name}: the rows of its input are not the rows of the batch (positions, patches, ...), so all "
-                f"rows of a call must have one adapter where an adapter trains it. Pass adapter_names to forward or "
-                f"generate, which then run one adapter at a time, or split the batch"
-            )
-        return MIXED
-
-    def own(self) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [r, out] of the one adapter that all rows share."""
-        assert self.layout is not None and self.routing.uniform is not None
-        start, r = self.layout.spans[self.routing.uniform]
-        return self.a[start : start + r], self.b[start : start + r]
+        super().__init__(name, in_features, out_features, routing, flat=flat, mixable=mixable)
 
     def look(self) -> None:
         """Set the views of the occupied prefix, w rank rows wide, that the dense path reads, and how far it goes.
@@ -109,10 +60,7 @@ class ModuleSlots:
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
         self.buffer_used = None if self.buffer is None else self.buffer[:end]  # [N + w, K]
         self.bias_used = None if self.bias_buffer is None else self.bias_buffer[:end]  # [N + w]
-        self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        where = (self.a_used.data_ptr(), self.b_used.data_ptr(), width)
-        self.routing.moves += where != self.where
-        self.where = where
+        self._see(self.a_used.data_ptr(), self.b_used.data_ptr(), width)
         if self.backend.name == TORCH:
             self.dense_tokens = sys.maxsize if self.a.is_cuda else DENSE_TOKENS_CPU
         else:
@@ -120,127 +68,7 @@ class ModuleSlots:
             self.dense_tokens = DENSE_WORK // max(width, 1) if dense else 0
         self.looked = True
 
-    def tables(self, slot: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """order, offsets, starts, ranks: what the grouped operations take. slot: for one row, which has that slot."""
-        assert self.layout is not None
-        rows = self.layout.table if slot is None else self.layout.alone(slot)
-        assert rows is not None
-        return rows.order, rows.offsets, self.layout.starts, self.layout.ranks
-
-    def reserve(self, capacity: int, device: torch.device, dtype: torch.dtype) -> Pool | None:
-        """Make room for `capacity` rank rows; rows in use keep their place. Returns what `restore` takes, None where
-        nothing was done.
-        """
-        if capacity <= self.rows.capacity and self.a.device == device and self.a.dtype == dtype:
-            return None
-        before = self.a, self.b, self.laid, self.rows.capacity, dict(self.rows.spans)
-        capacity = max(capacity, self.rows.capacity)
-        with torch.inference_mode(False), torch.no_grad():
-            a = torch.zeros(capacity, self.in_features, device=device, dtype=dtype)
-            b = torch.zeros(capacity, self.out_features, device=device, dtype=dtype)
-            end = self.rows.end
-            a[:end], b[:end] = self.a[:end], self.b[:end]
-        self.looked = False
-        self.a, self.b, self.rows.capacity, self.laid = a, b, capacity, False
-        self.look()
-        return before
-
-    def restore(self, pool: Pool) -> None:
-        """Undo a `reserve` and what came after it: the memory from before was only read."""
-        self.looked = False
-        self.a, self.b, self.laid, self.rows.capacity, self.rows.spans = pool
-        self.look()
-
-    def place(self, slot: int, r: int) -> tuple[Tensor, Tensor]:
-        """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must."""
-        start = self.rows.allocate(slot, r)
-        if start is None:
-            self._compact()
-            start = self.rows.allocate(slot, r)
-        if start is None:
-            raise RuntimeError(
-                f"{self.name}: {r} rank rows must fit beside the {self.rows.used} in use, the pool holds "
-                f"{self.rows.capacity}"
-            )
-        return self.tenant(slot)
-
-    @torch.no_grad()
-    def _compact(self) -> None:
-        """Close the gaps between rows in use. What is interrupted half way is undone: the rows are other adapters'."""
-        spans, end = dict(self.rows.spans), self.rows.end
-        a, b = self.a[:end].clone(), self.b[:end].clone()
-        try:
-            for old, new, width in self.rows.compact():
-                for rows, copy in ((self.a, a), (self.b, b)):
-                    rows[new : new + width] = copy[old : old + width]
-            for rows in (self.a, self.b):  # what was moved is not left behind as well
-                rows[self.rows.end : end].zero_()
-        except BaseException:
-            self.rows.spans = spans
-            self.a[:end], self.b[:end] = a, b
-            raise
-
-    def tenant(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Rows of A and B that `slot` owns; the views are kept, as loads use the same ones again and again."""
-        span = self.rows.spans[slot]
-        if span not in self.views:
-            if len(self.views) == VIEWS:
-                self.views.clear()
-            start, r = span
-            self.views[span] = self.a[start : start + r], self.b[start : start + r]
-        return self.views[span]
-
-    def clear(self, slot: int) -> None:
-        """Give up the rows of `slot`, which the caller has wiped."""
-        self.rows.free(slot)
-
-    def settle(self, layout: Layout | None) -> None:
-        """Take the layout that describes the rows as they now are."""
-        if layout is not self.layout or not self.looked:
-            self.routing.moves += 1
-            self.looked, self.layout = False, layout
-            self.look()
-
-    def use(self, backend: Backend) -> None:
-        """Compute with this backend from now on."""
-        if backend is not self.backend:
-            self.looked, self.backend = False, backend
-            self.look()
-
-    def layout_key(self) -> tuple[Any, ...] | None:
-        """What modules must have in common to share one Layout; None without adapters."""
-        if not self.rows.spans:
-            return None
-        return tuple(self.rows.spans.items()), self.rows.capacity, self.a.device
-
-    def apply(self, fn: Any) -> None:
-        """Follow the module to another device or dtype (`nn.Module._apply`)."""
-        with torch.inference_mode(False), torch.no_grad():
-            a, b = fn(self.a), fn(self.b)
-            self.converted |= a.dtype != self.a.dtype
-            if self.fixed_dtype is not None:
-                a, b = a.to(self.fixed_dtype), b.to(self.fixed_dtype)
-            if a is not self.a:
-                self.a, self.laid = a.clone() if a.data_ptr() == self.a.data_ptr() else a, False
-            self.b = b
-        self.look()
-
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""
-        views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used", "views"))
-        own = {"a": self.a.detach().clone(), "buffer": None, "bias_buffer": None, "laid": False}
-        return self.__dict__ | views | own | {"backend": self.backend.name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        name = state["backend"] if has_triton() else TORCH  # until the copy's Residency chooses
-        self.__dict__.update(state, backend=backend(name))
-        self.look()
-
-
-def home_of(module: nn.Module, weight: Tensor | None) -> torch.device:
-    """Where the module computes: its offload hook's execution device, else where its weight is."""
-    hook = module.__dict__.get("_hf_hook")
-    device = getattr(hook, "execution_device", None)
-    if device is not None:
-        return torch.device(device if not isinstance(device, int) else f"cuda:{device}")
-    return weight.device if weight is not None else torch.device("cpu")
+        views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used"))
+        return super().__getstate__() | views | {"buffer": None, "bias_buffer": None, "laid": False}

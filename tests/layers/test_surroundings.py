@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hf_multilora.layers import LoraLayer, unwrap
+from hf_multilora.layers import AdaptedLayer, unwrap
 from hf_multilora.layers.augmented import is_laid
 from hf_multilora.pool import BASE
 from tests.layers.bed import ROWS, Bed, K, N, check, linear
@@ -133,4 +133,4 @@ def test_a_norm_added_later_must_be_taken_off_before_unwrapping() -> None:
     nn.utils.parametrize.remove_parametrizations(module, "weight")
     check(bed, x, base)
     unwrap(module)
-    assert type(module) is nn.Linear and not isinstance(module, LoraLayer)
+    assert type(module) is nn.Linear and not isinstance(module, AdaptedLayer)
