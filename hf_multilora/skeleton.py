@@ -6,18 +6,13 @@ import copy
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from .formats import Adapter, ModuleShape, adapter_from_tensors
-from .formats.checks import Place, check_copy
-from .formats.config import parse_settings
+from .formats import Adapter, adapter_from_tensors
 from .formats.files import locate, open_tensors, parse_config
-from .formats.keys import NameResolver, parse_key
 from .loading import WHERE, base_class
 from .runtime import Runtime
 
@@ -81,33 +76,10 @@ def skeleton(
 
 
 def read_for_skeleton(probe: Runtime, path: str) -> Adapter:
-    """As `read_adapter`, but copies of base weights are compared by shape only."""
-    files, known, census = locate(path), probe.reading(), probe.census()
-    names = ("aliases", "renames", "base_prefix")
-    resolver = NameResolver(census, **{key: known[key] for key in names})
+    """As `read_adapter`, but copies of base weights are told by their shape, and modules_to_save count as saved."""
+    files = locate(path)
     config = parse_config(files.source, files.config.read_bytes())
-    settings = parse_settings(files.source, config)
-    given: dict[str, Tensor] = {}
     with open_tensors(files.source, files.weights) as tensors:
-        for key, tensor in tensors.items():
-            parsed = parse_key(key)
-            modules = resolver.resolve(parsed.module) if parsed.role == "copy" else ()
-            if not modules:
-                given[key] = tensor
-            for module in modules:
-                shape = _with_blanks(census[module], probe.model.get_submodule(module))
-                own = shape.weight if parsed.parameter == "weight" else shape.bias
-                if own is None or own.shape != tensor.shape:
-                    place = Place(files.source, key, module)
-                    check_copy(place, parsed, shape, tensor, settings.saves_in_full(parsed.module))
-        return adapter_from_tensors(files.source, config, given, census, **known)
-
-
-def _with_blanks(shape: ModuleShape, module: nn.Module) -> ModuleShape:
-    """The shape with a weight and bias that can be compared, in shape, where the base will have them."""
-
-    def blank(own: Any) -> Tensor | None:
-        return torch.zeros((), dtype=own.dtype).expand(own.shape) if isinstance(own, Tensor) else None
-
-    weight = blank(module._parameters.get("weight")) if isinstance(module, (nn.Linear, nn.Embedding)) else None
-    return replace(shape, weight=weight, bias=blank(shape.bias))
+        return adapter_from_tensors(
+            files.source, config, tensors, probe.census(), by_shape=True, **probe.reading()
+        )

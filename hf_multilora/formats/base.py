@@ -9,7 +9,7 @@ tokens  some rows of an embedding          the rows [n, width]      their token 
 
 A saved linear has r = its outputs: a = weight [r, in], b = bias [1, r] (zeros without one). A saved embedding has
 r = its vocabulary: a = weight [r, width], b = [0, r]. Any other module has r = 1: a = what `ModuleShape.own` names,
-flattened one after another, [1, numel]; b = [0, 1].
+flattened one after another, [1, numel]; b = [0, 1]. Token ids ascend. The tensors of a saved site have one dtype.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class ModuleShape:
     leaf      whether it has no children with such tensors
     resizable whether an adapter may save it with another number of rows: logits of a head, a vocabulary
     tied      other modules whose `weight` is the same parameter
+    transposed whether a linear keeps its weight as [in, out] (GPT-2's Conv1D), in its files too
     """
 
     kind: str
@@ -64,6 +65,7 @@ class ModuleShape:
     leaf: bool = True
     resizable: bool = False
     tied: tuple[str, ...] = ()
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

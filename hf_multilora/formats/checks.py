@@ -54,15 +54,7 @@ def check_factor(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: t
     """One factor on its own: A [r, in] or B [out, r], in a float dtype."""
     name = f"lora_{'embedding_' if parsed.embedding else ''}{parsed.role.upper()}"
     wanted = f"[r, {module.in_features}]" if parsed.role == "a" else f"[{module.out_features}, r]"
-    if tensor.numel() == 0:
-        raise place.error(
-            f"{name} must have shape {wanted}, got the empty shape {shape_of(tensor)}: sharded weights (ZeRO-3, FSDP) "
-            f"were saved without gathering them; save the adapter again"
-        )
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise place.error(f"{name} must be a dense tensor with data, got {tensor.layout} on {tensor.device}")
-    if tensor.dtype not in DTYPES:
-        raise place.error(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
+    check_dense(place, name, wanted, tensor)
     axis, size = (1, module.in_features) if parsed.role == "a" else (0, module.out_features)
     if tensor.dim() != 2 or tensor.shape[axis] != size:
         vocabulary = (
@@ -100,31 +92,79 @@ def check_rank(place: Place, a: torch.Tensor, b: torch.Tensor, configured: int, 
     return r
 
 
-def check_copy(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: torch.Tensor, saved_in_full: bool) -> None:
-    """A copy of the base's own parameter is dropped by the caller, so it must hold what the base holds."""
-    own = module.weight if parsed.parameter == "weight" else module.bias
-    why = " (modules_to_save)" if saved_in_full else ""
-    remedy = (
-        "fully trained modules (modules_to_save) are not supported yet: retrain without them"
-        if saved_in_full
-        else "it was trained in full, or the base is another one: load the base it was trained on"
-    )
-    if own is None or own.device.type == "meta":
+def check_dense(place: Place, name: str, wanted: str, tensor: torch.Tensor) -> None:
+    """Any tensor that is used: it must hold numbers."""
+    if tensor.numel() == 0:
         raise place.error(
-            f"the file holds a full {parsed.parameter}{why} of shape {shape_of(tensor)}, and whether it was trained "
-            f"cannot be told from this base; fully trained modules are not supported: retrain without, or save with "
-            f"save_embedding_layers=False if it is an untrained copy"
+            f"{name} must have shape {wanted}, got the empty shape {shape_of(tensor)}: sharded weights (ZeRO-3, FSDP) "
+            f"were saved without gathering them; save the adapter again"
+        )
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise place.error(f"{name} must be a dense tensor with data, got {tensor.layout} on {tensor.device}")
+    if tensor.dtype not in DTYPES:
+        raise place.error(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
+
+
+def check_saved(place: Place, module: ModuleShape, name: str, tensor: torch.Tensor, resizable: bool = False) -> None:
+    """One parameter of a module that is saved in full; `resizable`: the number of its rows is its own."""
+    own = saved_shape(module, name)
+    if own is None:
+        raise place.error(
+            f"the adapter saves its {name} {shape_of(tensor)}, but the base has no such tensor there (it has "
+            f"{', '.join(module.own) or 'none'}): the adapter belongs to another base"
+        )
+    check_dense(place, name, str(list(own)), tensor)
+    got, rows = list(tensor.shape), 1 if module.transposed and name == "weight" else 0
+    if got == list(own):
+        return
+    other = f"{name} must have shape {list(own)} on this base, got shape {got}"
+    if len(got) != len(own) or any(a != b for axis, (a, b) in enumerate(zip(got, own)) if axis != rows):
+        raise place.error(f"{other}: the adapter belongs to another base")
+    if not resizable:
+        raise place.error(
+            f"{other}: only the labels of a head and the vocabulary may be others than the base's; load a base of that "
+            f"size"
+        )
+
+
+def saved_shape(module: ModuleShape, name: str) -> tuple[int, ...] | None:
+    """The shape of a parameter in the base and in files, None where a module of this kind has none of that name."""
+    if module.kind == "other" or name not in ("weight", "bias"):
+        return tuple(module.own[name]) if name in module.own else None
+    if name == "bias":
+        return (module.out_features,) if module.kind == "linear" else None
+    sizes = (module.in_features, module.out_features)
+    return sizes if module.kind == "embedding" or module.transposed else sizes[::-1]
+
+
+def check_copy(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: torch.Tensor) -> None:
+    """A copy of the base's own parameter is dropped by the caller, so it must hold what the base holds."""
+    own = own_value(module, parsed.parameter)
+    if own is None:
+        raise place.error(
+            f"the file holds a full {parsed.parameter} of shape {shape_of(tensor)}, and whether it was trained cannot "
+            f"be told from this base; name it in modules_to_save if it was, or save with save_embedding_layers=False "
+            f"if it is an untrained copy"
         )
     if tensor.shape != own.shape:
         raise place.error(
-            f"the file holds a {parsed.parameter}{why} of shape {shape_of(tensor)}, the base's has shape "
-            f"{shape_of(own)}: it was trained with a resized vocabulary or another head; load a base of that size "
+            f"the file holds a {parsed.parameter} of shape {shape_of(tensor)}, the base's has shape {shape_of(own)}: "
+            f"it was trained with a resized vocabulary or another head; load a base of that size "
             f"(resize_token_embeddings)"
         )
     if not same_values(tensor, own):
         raise place.error(
-            f"the file holds a {parsed.parameter}{why} {shape_of(tensor)} that differs from the base's; {remedy}"
+            f"the file holds a {parsed.parameter} {shape_of(tensor)} that differs from the base's; it was trained in "
+            f"full, or the base is another one: load the base it was trained on"
         )
+
+
+def own_value(module: ModuleShape, name: str) -> torch.Tensor | None:
+    """The base's own parameter, in the layout of files; None where it is not known."""
+    own = module.weight if name == "weight" else module.bias if name == "bias" else None
+    if own is None or own.device.type == "meta" or module.kind == "other":
+        return None
+    return own.t() if module.transposed and name == "weight" else own
 
 
 def same_values(copy: torch.Tensor, own: torch.Tensor) -> bool:

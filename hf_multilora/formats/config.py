@@ -15,6 +15,16 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = {"r": 8, "lora_alpha": 8}  # of PEFT 0.21, for configs that lack them
 
+# PEFT's task_type -> the Auto class of Transformers that loads the base for it
+AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+
 RETRAIN = "retrain without it, or merge the adapter into its own copy of the base"
 CONVERT = (
     "save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), which turns it into "
@@ -71,17 +81,35 @@ class LoraSettings:
     alpha_pattern: Mapping[str, float]
     modules_to_save: tuple[str, ...]
     base_model: str | None
+    task_type: str | None = None
 
     def rank_and_alpha(self, names: Sequence[str]) -> tuple[int, float]:
         """(rank, alpha) of the module called `names`, the file's own name first; PEFT: the first pattern that fits."""
         return _first(self.rank_pattern, names, self.r), _first(self.alpha_pattern, names, self.alpha)
 
     def saves_in_full(self, module: str) -> bool:
-        """Whether the file's `module` is (part of) one of `modules_to_save`."""
-        return any(f".{name}." in f".{module}." for name in self.modules_to_save)
+        """Whether the file's `module` is (part of) one of `modules_to_save`, which PEFT takes for ends of names."""
+        return self.saved_root(module) is not None
+
+    def saved_root(self, module: str) -> str | None:
+        """The outermost module around the file's `module` (or itself) that `modules_to_save` names."""
+        parts = module.split(".")
+        for n in range(1, len(parts) + 1):
+            outer = ".".join(parts[:n])
+            if any(outer.endswith(name) for name in self.modules_to_save):
+                return outer
+        return None
 
     def scaling(self, r: int, alpha: float) -> float:
         return alpha / math.sqrt(r) if self.rslora else alpha / r
+
+
+def load_for_task(settings: LoraSettings) -> str:
+    """What to do where the base has another head than the adapter was trained with."""
+    auto_class = AUTO_CLASSES.get(settings.task_type or "")
+    if auto_class is None:
+        return f"load the base that the adapter was trained on ({settings.base_model}), with auto_class of its task"
+    return f"load the base for the adapter's task (task_type {settings.task_type}: auto_class={auto_class!r})"
 
 
 def _first(patterns: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
@@ -168,4 +196,5 @@ def parse_settings(source: str, config: Mapping[str, Any]) -> LoraSettings:
         alpha_pattern=_patterns(source, config, "alpha_pattern", _number),
         modules_to_save=(to_save,) if isinstance(to_save, str) else tuple(dict.fromkeys(map(str, to_save))),
         base_model=str(base) if base else None,
+        task_type=str(config["task_type"]) if config.get("task_type") else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_multilora.formats.base import AdapterError
 
@@ -19,6 +19,7 @@ FACTORS = {
     "lora_embedding_A": ("a", True),
     "lora_embedding_B": ("b", True),
 }
+SAVED_UNDER, TOKENS_UNDER = "modules_to_save", "token_adapter"
 SHOWN = 5  # names listed in one error
 
 
@@ -33,7 +34,8 @@ def listed(names: Iterable[str]) -> str:
 class ParsedKey:
     """One key of an adapter file.
 
-    `role` is "a" or "b" (a factor), "copy" (a parameter of the base itself) or "other" (something no plain LoRA has).
+    `role` is "a" or "b" (a factor), "saved" (a parameter under `modules_to_save`), "tokens" (trained rows), "copy" (a
+    parameter under the name it has in the base: a copy, or saved in full) or "other" (something no plain LoRA has).
     """
 
     key: str
@@ -41,36 +43,63 @@ class ParsedKey:
     role: str
     embedding: bool = False
     adapter: str | None = None  # the adapter's name at training time, where the key still holds it
-    parameter: str = ""  # copy: "weight" or "bias"
+    parameter: str = ""  # saved, copy: "weight", "bias", "running_mean", ...
+    root: str = ""  # saved: the module that PEFT wrapped, `module` or one around it
+    original: bool = False  # copy: under `original_module`, so it is what the base held in training
 
 
 def parse_key(key: str) -> ParsedKey:
     """Split `key` into module, role and training-time adapter name.
 
     Accepted: with or without `base_model.model.`, wrapper components anywhere, `lora_A[.name].weight`,
-    `lora_embedding_A[.name]`, and copies of base parameters `X.weight` / `X.base_layer.weight` (also bias).
+    `lora_embedding_A[.name]`, `X.modules_to_save.name.weight`, `X.token_adapter.trainable_tokens_delta[.name]`, and
+    parameters of the base `X.weight`, `X.base_layer.weight`, `X.original_module.weight` (or of any other name).
     """
     parts = [part for part in key.split(".") if part not in WRAPPERS]
     if tuple(parts[:2]) == PEFT_PREFIX:
         parts = parts[2:]
     if not parts:
         return ParsedKey(key, "", "other")
-    # the first one: an adapter may itself be called "lora_A"
-    at = next((i for i, part in enumerate(parts) if part in FACTORS), None)
-    if at is not None:
-        module, rest = ".".join(parts[:at]), parts[at + 1 :]
-        role, embedding = FACTORS[parts[at]]
+    # the first marker: an adapter may itself be called "lora_A"
+    at = next((i for i, part in enumerate(parts) if part in FACTORS or part in (SAVED_UNDER, TOKENS_UNDER)), None)
+    if at is None:
+        return _plain(key, parts)
+    marker, rest = parts[at], parts[at + 1 :]
+    module = ".".join(_without_layers(parts[:at]))
+    if marker in FACTORS:
+        role, embedding = FACTORS[marker]
         if not embedding and rest and rest[-1] == "weight":
             rest = rest[:-1]
         elif not embedding and rest:
             return ParsedKey(key, module, "other")  # lora_B.bias and the like
         return ParsedKey(key, module, role, embedding, ".".join(rest) or None)
-    owner = parts[:-1]
-    if parts[-1] in ("weight", "bias") and not {"modules_to_save", "original_module", "token_adapter"} & set(owner):
-        if owner and owner[-1] == "base_layer":
-            owner = owner[:-1]
-        return ParsedKey(key, ".".join(owner), "copy", parameter=parts[-1])
-    return ParsedKey(key, ".".join(owner), "other")
+    if marker == TOKENS_UNDER:
+        if rest[:1] == ["trainable_tokens_delta"]:
+            return ParsedKey(key, module, "tokens", adapter=".".join(rest[1:]) or None)
+        if rest[:1] == ["base_layer"]:
+            return replace(parse_key(".".join([*parts[:at], *rest[1:]])), key=key)
+        return ParsedKey(key, module, "other")
+    adapter, inner = (rest[0], rest[1:]) if len(rest) > 1 else (None, rest)
+    plain = _plain(key, [*parts[:at], *inner])
+    if plain.role != "copy":
+        return plain
+    return replace(plain, role="saved", adapter=adapter, root=module)
+
+
+def _plain(key: str, parts: list[str]) -> ParsedKey:
+    """A parameter under the name that it has in the base."""
+    owner, parameter = parts[:-1], parts[-1]
+    original = "original_module" in owner
+    owner = _without_layers([part for part in owner if part != "original_module"])
+    role = "other" if any(part.startswith("lora_") for part in parts) else "copy"
+    return ParsedKey(key, ".".join(owner), role, parameter=parameter, original=original)
+
+
+def _without_layers(parts: list[str]) -> list[str]:
+    """Components of a module's name without the `base_layer` that a layer of PEFT wraps."""
+    while parts and parts[-1] == "base_layer":
+        parts = parts[:-1]
+    return parts
 
 
 class NameResolver:
@@ -112,6 +141,12 @@ class NameResolver:
 
     def _exact(self, name: str) -> tuple[str, ...] | None:
         return self._aliases.get(name) or ((name,) if name in self._modules else None)
+
+    def is_alias(self, name: str) -> bool:
+        """Whether `name` stands for modules that do its work, as it is never called itself."""
+        if name in self._aliases or name in self._modules:
+            return name in self._aliases
+        return any(self._core(alias) == self._core(name) for alias in self._aliases)
 
     def _renamed(self, name: str) -> str:
         """`name` after every rename, each applied to the parameter's name as Transformers does."""

@@ -10,26 +10,12 @@ from typing import Any
 import torch
 
 from hf_multilora.formats.base import Adapter, AdapterError, LoraFactors, ModuleShape
-from hf_multilora.formats.checks import Place, check_copy, check_factor, check_finite, check_module, check_rank
+from hf_multilora.formats.checks import Place, check_factor, check_finite, check_module, check_rank
 from hf_multilora.formats.config import LoraSettings, parse_settings
 from hf_multilora.formats.files import file_digest, locate, memory_digest, open_tensors, parse_config
 from hf_multilora.formats.keys import NameResolver, ParsedKey, covers, listed, parse_key
-
-# What a key belongs to that plain LoRA has no place for: (pattern, the feature's name)
-EXTRAS = (
-    (r"lora_magnitude_vector", "DoRA (lora_magnitude_vector)"),
-    (r"lora_(embedding_)?[AB](\..*)?\.bias$", "lora_bias (a trained bias on a LoRA factor)"),
-    (r"lora_diag", "KaSA (lora_diag)"),
-    (r"lora_velora", "VeLoRA (lora_velora_embed)"),
-    (r"lora_monteclora", "MonteCLoRA (lora_monteclora_sampler)"),
-    (r"token_adapter|trainable_tokens", "trainable_token_indices (trained token rows)"),
-    (r"lora_(E|ranknum)\b", "AdaLoRA"),
-    (r"modules_to_save|original_module", "modules_to_save (fully trained modules)"),
-    (r"(^|\.)experts\.", "MoE experts"),
-    (r"\.bias$", "trained biases of the base"),
-)
-REMEDY = "nothing of an adapter is dropped: retrain without it, or merge the adapter into its own copy of the base"
-
+from hf_multilora.formats.reading import REMEDY, Reading
+from hf_multilora.formats.saved import saved_sites
 
 def read_adapter(
     path: str | os.PathLike[str],
@@ -80,11 +66,15 @@ def adapter_from_tensors(
     aliases: Mapping[str, Sequence[str]] | None = None,
     renames: Sequence[tuple[str, str]] = (),
     base_prefix: str = "",
+    by_shape: bool = False,
 ) -> Adapter:
-    """As `read_adapter`, for a config and a state dict in memory, which are copied."""
+    """As `read_adapter`, for a config and a state dict in memory, which are copied.
+
+    by_shape: the base has no values yet, so a copy of one of its parameters is told by its shape alone.
+    """
     settings = parse_settings(source, config)
     resolver = NameResolver(modules, aliases=aliases, renames=renames, base_prefix=base_prefix)
-    factors = _Reader(source, settings, tensors, modules, resolver, max_rank, target_modules).read()
+    factors = _Reader(source, settings, tensors, modules, resolver, max_rank, target_modules, by_shape).read()
     return Adapter(source, memory_digest(config, tensors), settings.base_model, factors, dict(config))
 
 
@@ -105,6 +95,7 @@ class _Reader:
         resolver: NameResolver,
         max_rank: int | None,
         target_modules: str | Sequence[str] | None,
+        by_shape: bool = False,
     ) -> None:
         self._source, self._settings, self._tensors = source, settings, tensors
         self._modules, self._resolver, self._max_rank = modules, resolver, max_rank
@@ -116,6 +107,7 @@ class _Reader:
                     f"target_modules must be a regular expression, got {target_modules!r}: {error}"
                 ) from error
         self._target_modules = target_modules
+        self._reading = Reading(source, settings, tensors, modules, resolver, by_shape)
 
     def read(self) -> dict[str, LoraFactors]:
         if not self._tensors:
@@ -124,31 +116,20 @@ class _Reader:
                 f"saved without gathering its shards?); save the adapter again"
             )
         parsed = [parse_key(key) for key in self._tensors]
-        self._refuse_extras([p for p in parsed if p.role == "other"])
+        reading = self._reading
+        reading.refuse([p for p in parsed if p.role in ("other", "tokens")])
         pairs = self._pairs([p for p in parsed if p.role in ("a", "b")])
         placed = self._place(pairs)
-        self._drop_copies([p for p in parsed if p.role == "copy"])
-        if not placed:
+        lora = {module for targets in placed.values() for module in targets}
+        factors = saved_sites(reading, [p for p in parsed if p.role in ("saved", "copy")], lora)
+        if not placed and not factors:
             raise AdapterError(
-                f"{self._source}: the adapter touches no module: it has no lora_A / lora_B tensors, only "
-                f"{listed(self._tensors)}"
+                f"{self._source}: the adapter touches no module: it has no lora_A / lora_B tensors, only copies of the "
+                f"base's own: {listed(self._tensors)}"
             )
-        factors: dict[str, LoraFactors] = {}
         for name, targets in placed.items():
             factors.update(self._factors(name, targets, *pairs[name]))
         return factors
-
-    def _refuse_extras(self, extras: Sequence[ParsedKey]) -> None:
-        if not extras:
-            return
-        first = extras[0].key
-        feature = next((name for pattern, name in EXTRAS if re.search(pattern, first)), None)
-        if self._settings.saves_in_full(extras[0].module):
-            feature = "modules_to_save (fully trained modules)"
-        what = f"{feature} is not supported" if feature else "these are no tensors of a LoRA adapter"
-        raise AdapterError(
-            f"{self._source}: {len(extras)} tensors cannot be used: {listed(p.key for p in extras)}; {what}; {REMEDY}"
-        )
 
     def _pairs(self, keys: Sequence[ParsedKey]) -> dict[str, tuple[ParsedKey, ParsedKey]]:
         """The file's module name -> its A and B."""
@@ -202,15 +183,6 @@ class _Reader:
                         f"{self._source}: two keys land on module {module} of the base: {keys}; keep one"
                     )
         return placed
-
-    def _drop_copies(self, copies: Sequence[ParsedKey]) -> None:
-        unknown = [p for p in copies if not self._resolver.resolve(p.module)]
-        self._refuse_extras(unknown)
-        for p in copies:
-            in_full = self._settings.saves_in_full(p.module)
-            for module in self._resolver.resolve(p.module):
-                place = Place(self._source, p.key, module)
-                check_copy(place, p, self._modules[module], self._tensors[p.key], in_full)
 
     def _factors(self, name: str, targets: Sequence[str], key_a: ParsedKey, key_b: ParsedKey) -> dict[str, LoraFactors]:
         """The factors of one pair for each module it goes to."""

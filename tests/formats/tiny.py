@@ -58,17 +58,42 @@ def shapes(model: torch.nn.Module) -> dict[str, ModuleShape]:
     """Every module of `model` as an adapter sees it."""
     seen = {}
     for name, module in model.named_modules():
+        if not name:
+            continue
+        own = {key: t.shape for key, t in _own(module)}
+        leaf = not any(list(_own(part)) for child in module.children() for part in child.modules())
+        tied = tuple(n for n, m in model.named_modules() if n != name and _same_weight(m, module))
+        more: dict[str, Any] = {"own": own, "leaf": leaf, "tied": tied, "resizable": _resizable(model, module)}
         if isinstance(module, torch.nn.Linear):
             sizes = (module.in_features, module.out_features)
-            seen[name] = ModuleShape("linear", *sizes, weight=module.weight, bias=module.bias)
+            seen[name] = ModuleShape("linear", *sizes, weight=module.weight, bias=module.bias, **more)
         elif isinstance(module, Conv1D):
-            seen[name] = ModuleShape("linear", module.nx, module.nf)
+            seen[name] = ModuleShape("linear", module.nx, module.nf, bias=module.bias, transposed=True, **more)
         elif isinstance(module, torch.nn.Embedding):
             sizes = (module.num_embeddings, module.embedding_dim)
-            seen[name] = ModuleShape("embedding", *sizes, weight=module.weight)
-        elif name:
-            seen[name] = ModuleShape("other")
+            seen[name] = ModuleShape("embedding", *sizes, weight=module.weight, **more)
+        else:
+            seen[name] = ModuleShape("other", **more)
     return seen
+
+
+def _own(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Floating point parameters and persistent buffers that are not those of a child."""
+    mine = {key for key in module.state_dict() if "." not in key}
+    return [(key, t) for key, t in module.state_dict(keep_vars=True).items() if key in mine and t.is_floating_point()]
+
+
+def _same_weight(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    weight = one._parameters.get("weight")
+    return weight is not None and weight is other._parameters.get("weight")
+
+
+def _resizable(model: Any, module: torch.nn.Module) -> bool:
+    if not hasattr(model, "get_output_embeddings"):
+        return False
+    heads = [getattr(model, name, None) for name in ("score", "classifier")]
+    heads += [getattr(heads[1], "out_proj", None)] if heads[1] is not None else []
+    return module in [model.get_input_embeddings(), model.get_output_embeddings(), *heads]
 
 
 def wrap(
