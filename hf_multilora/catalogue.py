@@ -35,6 +35,7 @@ class Entry:
     reader: Callable[[], Adapter] | None
     host: HostAdapter | None = None
     in_flight: int = 0
+    labels: tuple[str, ...] | None = None  # names of what its own head tells apart, where its files say them
 
     @property
     def identity(self) -> tuple[str, str]:

@@ -26,19 +26,18 @@ PLACEHOLDER = re.compile(r"^(image|video|audio|speech)_token_(id|index)$")
 def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
     """Every module path of `model`, also second paths to one module, with what an adapter finds there.
 
-    A tuner layer of a PEFT model is read as its base layer, under the name it has without PEFT.
+    What PEFT has wrapped is read as the base's own module, under the name it has without PEFT.
     """
     census: dict[str, ModuleShape] = {}
     ties, resizable = _ties(model), _resizable(model)
-    parents = dict(model.named_modules(remove_duplicate=False))
     outside = _outside_language(model)
-    for name, module in _modules(model):
+    for name, module, around in _modules(model):
         shape = _shape(module)
-        outer, _, own = name.rpartition(".")
+        own = name.rpartition(".")[2]
         reason = shape.refused or facts.refusal(name)
         if reason is None and _inside_experts(name):
             reason = "modules of single experts are not supported yet"
-        parent: type = type(parents[outer])
+        parent: type = type(around)
         if reason is None and shape.kind != "other" and _reads_weight_only(parent, own):
             reason = f"it is never called: {parent.__name__} uses its weight directly"
         mixable = not facts.matches("unmixable", name) and not outside(name)
@@ -49,6 +48,13 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
             shape, refused=reason, mixable=mixable, own=shapes, leaf=leaf, resizable=resizable(name, module), tied=tied
         )
     return census
+
+
+def output_heads(model: nn.Module) -> dict[str, int]:
+    """The linears that give a model's logits, by path -> how many logits."""
+    resizable = _resizable(model)
+    linears = ((name, m) for name, m, _ in _modules(model) if isinstance(m, nn.Linear))
+    return {name: module.out_features for name, module in linears if resizable(name, module)}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -62,10 +68,12 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _ties(model: nn.Module) -> dict[int, list[str]]:
     """id of a parameter -> the modules that have it as their `weight`, where these are several."""
     users: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    seen: set[int] = set()
+    for name, module, _ in _modules(model):
         weight = module._parameters.get("weight")
-        if weight is not None:
+        if weight is not None and id(module) not in seen:
             users.setdefault(id(weight), []).append(name)
+        seen.add(id(module))
     return {key: names for key, names in users.items() if len(names) > 1}
 
 
@@ -118,21 +126,36 @@ def _reads_weight_only(parent: type, child: str) -> bool:
     return re.search(use, source) is not None and re.search(rf"self\.{re.escape(child)}\(", source) is None
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    wrapped: list[str] = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if any(name.startswith(prefix) for prefix in wrapped):
-            continue
+def _modules(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """(path, module, its parent) of every module below `parent`, by all its paths, as it is without PEFT."""
+    for own, child in parent._modules.items():
+        if child is not None:
+            module, path = without_peft(child), f"{prefix}{own}"
+            yield path, module, parent
+            yield from _modules(module, f"{path}.")
+
+
+def without_peft(module: Any) -> Any:
+    """The base's own module inside what PEFT has put around it, if it has."""
+    while True:
         if is_tuner(module):
-            wrapped.append(name + ".")
             module = module.get_base_layer()
-        if name:
-            yield name, module
+        elif is_trained_copy(module):
+            module = module.original_module
+        else:
+            return module
 
 
 def is_tuner(module: Any) -> bool:
     """Whether the module is a layer that PEFT has wrapped around one of the base's."""
     return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
+
+
+def is_trained_copy(module: Any) -> bool:
+    """Whether PEFT keeps copies of a base module, or of rows of it, for its adapters here (modules_to_save, tokens)."""
+    return hasattr(module, "original_module") and (
+        hasattr(module, "modules_to_save") or hasattr(module, "token_adapter")
+    )
 
 
 def _inside_experts(name: str) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .census import is_tuner
+from .census import is_trained_copy, is_tuner, without_peft
 from .config import MultiLoRAConfig
 from .entry import EntryHook, remove_entry_hooks
 from .formats import adapter_from_tensors
-from .formats.files import locate, parse_config
+from .formats.files import locate, open_tensors, parse_config
 from .layers.base import AdaptedLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
 from .patches.facts import facts_of, is_distributed
@@ -26,6 +27,8 @@ AUTO_CLASSES = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
+
+HEADED = re.compile(r"For(Sequence|Token|Image|Audio)Classification$")  # classes whose head has num_labels outputs
 
 # Arguments that say which files are read: the base's config is read from the same place as its weights
 WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
@@ -43,8 +46,8 @@ def load(
 
     named = name_adapters(adapters)
     if isinstance(base, (str, os.PathLike)):
-        model = load_base(base, named, auto_class, kwargs)
-        return build(model, named, config)
+        model, fresh = load_base(base, named, auto_class, kwargs)
+        return build(model, named, config, fresh)
     require_no_arguments(auto_class, kwargs)
     if isinstance(base, MultiLoRAModel):
         raise ValueError("base is a MultiLoRAModel already; add adapters with load_adapter(path, name)")
@@ -88,8 +91,35 @@ def last_part(path: str | os.PathLike[str]) -> str:
 
 def load_base(
     base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]
-) -> Any:
-    return base_class(base, adapters, auto_class, kwargs).from_pretrained(base, **kwargs)
+) -> tuple[Any, frozenset[str]]:
+    """The base, and its modules that its checkpoint lacks: they hold random values, as a head of an encoder does."""
+    kind = base_class(base, adapters, auto_class, kwargs)
+    if not {"config", "num_labels", "id2label"} & kwargs.keys() and HEADED.search(kind.__name__):
+        kwargs = kwargs | labels_for(base, adapters, kwargs)
+    model, info = kind.from_pretrained(base, output_loading_info=True, **kwargs)
+    return model, frozenset(key.rpartition(".")[0] for key in info["missing_keys"])
+
+
+def labels_for(base: str | os.PathLike[str], adapters: Mapping[str, str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """num_labels for a base whose checkpoint has no classifier: as many as the first adapter's with one."""
+    import transformers
+
+    where = {key: kwargs[key] for key in WHERE if key in kwargs}
+    config = transformers.AutoConfig.from_pretrained(base, **where)
+    if any(HEADED.search(name) for name in config.architectures or ()):
+        return {}
+    counts = (label_count(path) for path in adapters.values())
+    count = next((n for n in counts if n is not None), None)
+    return {} if count is None else {"num_labels": count}
+
+
+def label_count(path: str) -> int | None:
+    """Outputs of the head that an adapter saved in full; None without one."""
+    files = locate(path)
+    names = parse_config(files.source, files.config.read_bytes()).get("modules_to_save") or ()
+    with open_tensors(files.source, files.weights) as tensors:
+        inside = [key for key in tensors if any(f".{name}." in key for name in names) and key.endswith(".weight")]
+        return min((tensors[key].shape[0] for key in inside if tensors[key].dim() == 2), default=None)
 
 
 def base_class(
@@ -121,9 +151,10 @@ def task_type(path: str) -> str | None:
     return parse_config(files.source, files.config.read_bytes()).get("task_type")
 
 
-def build(model: Any, adapters: Mapping[str, str], config: MultiLoRAConfig) -> Any:
+def build(model: Any, adapters: Mapping[str, str], config: MultiLoRAConfig, fresh: frozenset[str] = frozenset()) -> Any:
     """Patch a loaded model in place and register adapters; undone where one fails."""
     patch(model, config)
+    model._multilora.fresh = fresh
     try:
         for name, path in progress(adapters):
             model.load_adapter(path, name)
@@ -144,7 +175,7 @@ def require_patchable(model: Any) -> None:
     """Raises for a model that is sharded, holds adapters of PEFT or shares a module with a MultiLoRAModel."""
     if any(is_distributed(p) for p in model.parameters()):
         raise NotImplementedError("the base is sharded over several devices (DTensor), which is not supported yet")
-    tuned = next((name for name, module in model.named_modules() if is_tuner(module)), None)
+    tuned = next((n for n, module in model.named_modules() if is_tuner(module) or is_trained_copy(module)), None)
     if tuned is not None:
         raise ValueError(
             f"the base must hold no adapters of PEFT, {tuned} does: they would go on for all rows. Pass the PeftModel, "
@@ -225,7 +256,11 @@ def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRACon
         tensors = {k: v.detach().cpu() for k, v in get_peft_model_state_dict(peft_model, adapter_name=name).items()}
         own[name] = adapter_from_tensors(f"PeftModel:{name}", plain, tensors, probe.census(), **probe.reading())
     active = [] if any(getattr(layer, "disable_adapters", False) for layer in layers) else peft_model.active_adapters
+    kept = {name: without_peft(module) for name, module in base.named_modules() if is_trained_copy(module)}
     base = peft_model.unload()
+    for path, module in kept.items():  # `unload` leaves the active adapter's copy there
+        parent, _, name = path.rpartition(".")
+        setattr(base.get_submodule(parent), name, module)
     patch(base, config)
     try:
         for name, adapter in own.items():

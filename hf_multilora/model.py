@@ -12,26 +12,21 @@ import torch
 
 from . import calls
 from .config import MultiLoRAConfig
-from .inherited import InheritedVerbs
 from .layers.base import state_of
-from .runtime import Reader, Runtime
+from .verbs import AdapterVerbs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .plan import MemoryPlan
-    from .reports import MemoryReport, WarmupReport
-    from .verify import VerifyReport
 
 
-class MultiLoRAModel(InheritedVerbs):
+class MultiLoRAModel(AdapterVerbs):
     """Mixed in front of a model's own class by `from_pretrained`: the object is the real model, with these verbs.
 
     `forward` and `generate` take `adapter_names` (one name, or None for the base, per row) or `adapter_ids` (int64
     [rows], 0 for the base). A call that names none gets the default adapter (`set_adapter`), at first the base.
     """
-
-    _multilora: Runtime
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if type(self) is MultiLoRAModel:
@@ -130,88 +125,6 @@ class MultiLoRAModel(InheritedVerbs):
             raise TypeError("adapter_names must be a list with one name (or None for the base) per row, got None")
         with runtime.request(ids):
             yield
-
-    # -- adapters --------------------------------------------------------------------------------------------
-    def load_adapter(
-        self, path: str, adapter_name: str | None = None, *, revision: str | None = None, subfolder: str = "",
-        pinned: bool = False, load_inplace: bool = False,
-    ) -> str:  # fmt: skip
-        """Read a PEFT checkpoint and register it; returns its name (None: the last part of the path).
-
-        load_inplace: replace the weights of the adapter registered under that name; its id stays, what was cached under
-        the old content must not be used again. Raises AdapterError, FileNotFoundError, ValueError for a name that is
-        taken, UnknownAdapterError for one to replace that is not registered, AdapterInUseError where a call uses it;
-        the model then answers as before.
-        """
-        from .loading import last_part
-
-        runtime = self._multilora
-        name = last_part(path) if adapter_name is None else adapter_name
-        reader = Reader(runtime, str(path), revision, subfolder)
-        known = name in runtime.store.catalogue
-        if known and not load_inplace:
-            runtime.store.refuse_taken(name)
-        if load_inplace:
-            runtime.store.catalogue.entry(name)
-        if pinned:
-            runtime.store.refuse_pin(name)
-        runtime.register(name, reader(), reader, replace=known)
-        if pinned:
-            self.pin_adapter(name)
-        return name
-
-    def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
-        """Forget an adapter (or several). Raises AdapterInUseError where a call uses it or it is the default."""
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        for name in names:
-            self._multilora.require_not_default(name, "deleted")
-        self._multilora.store.delete(*names)
-
-    def pin_adapter(self, adapter_name: str) -> None:
-        """Keep an adapter in host memory, where it is read if need be, and a slot for it. Raises CapacityError past
-        max_loras."""
-        self._multilora.store.pin(adapter_name)
-
-    def unpin_adapter(self, adapter_name: str) -> None:
-        """Let an adapter be evicted again."""
-        self._multilora.store.unpin(adapter_name)
-
-    def list_adapters(self) -> list[dict[str, Any]]:
-        """One row per adapter: name, id, source, base_model, digest, max_rank, modules (how many), bytes, on_device,
-        in_host_memory, pinned, default.
-        """
-        from .reports import list_adapters
-
-        return list_adapters(self._multilora)
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes that adapters take on the device, per module and in all, and in host memory."""
-        from .reports import memory_report
-
-        return memory_report(self._multilora)
-
-    def verify(self, adapter_name: str, inputs: Mapping[str, Any] | None = None) -> VerifyReport:
-        """Compare this adapter's rows with the adapter merged into the weights; says where they differ first."""
-        from .verify import verify
-
-        return verify(self, adapter_name, inputs)
-
-    def warmup(
-        self, inputs: Mapping[str, Any] | None = None, *, rows: Sequence[int] | None = None,
-        tokens: Sequence[int] = (1, 64, 512), max_seconds: float = 60.0, **generate_kwargs: Any,
-    ) -> WarmupReport:  # fmt: skip
-        """Have done what the first requests would wait for: pools and weights in place, kernels compiled, adapters in
-        slots.
-
-        Calls the model with mixed rows of every shape in rows x tokens, none of which starts after max_seconds. rows
-        None: 1 and max_loras. inputs: one row of forward's arguments where the model takes no token ids. With
-        generate_kwargs (max_new_tokens=8, cache_implementation="static", ...) it also generates, which compiles what
-        Transformers compiles. Needs no files: where no adapter is registered, dummies of rank max_lora_rank stand in,
-        and nothing of them is left but the pools. Raises ValueError where there is neither.
-        """
-        from .warmup import warmup
-
-        return warmup(self, inputs, rows, tokens, max_seconds, generate_kwargs)
 
     def unpatch(self) -> PreTrainedModel:
         """Give the bare model back, exactly as it was: same object, classes and weights, no trace of adapters."""

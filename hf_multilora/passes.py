@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .catalogue import Limits
+from .pool import FILL
 from .store import CapacityError
 
 # Arguments with one entry per row. Any other tensor with more than one row must be known before it is cut.
@@ -145,7 +146,11 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def merge(outputs: Sequence[Any], passes: Sequence[Sequence[int]]) -> Any:
-    """Outputs of the passes as one, rows in the batch's order: tensors, tuples, lists and ModelOutputs of them."""
+    """Outputs of the passes as one, rows in the batch's order: tensors, tuples, lists and ModelOutputs of them.
+
+    Where a tensor is wider in one pass than in another, as adapters brought heads with different labels, the others
+    end in FILL.
+    """
     first = outputs[0]
     if first is None:
         return None
@@ -156,6 +161,9 @@ def merge(outputs: Sequence[Any], passes: Sequence[Sequence[int]]) -> Any:
                     f"this batch must run in passes, whose outputs must have one entry per row, got "
                     f"{tuple(output.shape)} for {len(rows)} rows; split the batch, or raise max_loras"
                 )
+        width = max(output.shape[-1] for output in outputs)
+        if first.dim() > 1 and first.is_floating_point():
+            outputs = [torch.nn.functional.pad(o, (0, width - o.shape[-1]), value=FILL) for o in outputs]
         order = torch.as_tensor([row for rows in passes for row in rows], device=first.device)
         return torch.cat(list(outputs))[order.argsort()]
     if isinstance(first, Mapping):  # a ModelOutput is one

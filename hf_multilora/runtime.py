@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ from torch import nn
 from .catalogue import Limits, check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
-from .formats import Adapter, read_adapter, split_site
+from .formats import SAVED, Adapter, read_adapter, split_site
 from .patches.facts import Facts
 from .pool import BASE
 from .residency import Residency
-from .routing import Request
+from .routing import Request, RoutingError
 from .store import AdapterInUseError
 
 
@@ -47,6 +47,7 @@ class Runtime(Residency):
         super().__init__(model, config, facts)
         self.renames = tuple(renames)
         self.default: str | None = None
+        self.fresh: frozenset[str] = frozenset()  # modules that the base's checkpoint lacks: they hold random values
         self._unequipped = False  # modules of the default may have the backend of before a move
         self.parameters = parameter_names(model.forward)
         self.lock = threading.RLock()
@@ -152,9 +153,28 @@ class Runtime(Residency):
                 self.rest(seat=True)
 
     def require_default_whole(self) -> None:
-        """Raises RuntimeError where a module that the default adapter trains was replaced."""
+        """Raises RuntimeError where a module that the default adapter trains was replaced, RoutingError where what
+        rows get by default has no head."""
+        self.require_heads([0 if self.default is None else self.store.catalogue.entry(self.default).id])
         if self.default is not None:
             self.require_in_place(self.store.catalogue.entry(self.default).ranks)
+
+    def require_heads(self, ids: Iterable[int]) -> None:
+        """Raises RoutingError where a row would get random values: a module that the base's checkpoint lacks, as it has
+        no head, and that other adapters bring."""
+        brought = [site for site in self.sites if split_site(site)[1] == SAVED and split_site(site)[0] in self.fresh]
+        if not brought:
+            return
+        for i in dict.fromkeys(ids):
+            ranks: Mapping[str, int] = self.store.catalogue.by_id(i).ranks if i else {}
+            lacking = [split_site(site)[0] for site in brought if site not in ranks]
+            if lacking:
+                who = f"adapter {self.store.catalogue.by_id(i).name!r}" if i else "the base"
+                raise RoutingError(
+                    f"every row must have its {lacking[0]} from its adapter, since the base's checkpoint has none, and "
+                    f"rows of {who} have not; name an adapter with modules_to_save={lacking[0]!r}, or load a base that "
+                    f"has this head"
+                )
 
     def require_not_default(self, name: str, verb: str) -> None:
         if name is not None and name == self.default:
@@ -227,6 +247,7 @@ class Runtime(Residency):
     def request(self, ids: Sequence[int], *, ragged: bool = False) -> Iterator[None]:
         """Route `ids` (one per row; ragged: one per token) while the block runs; nothing is left behind."""
         with self.lock:
+            self.require_heads(ids)
             self.rest(seat=False)
             slots = self.seat(ids)
             try:

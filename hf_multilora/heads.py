@@ -1,0 +1,44 @@
+"""What an adapter's own head tells apart: how many logits its rows have, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .census import output_heads
+from .formats import SAVED, site_name
+from .routing import RoutingError
+from .runtime import Runtime
+
+
+def id2label(runtime: Runtime, name: str | None) -> dict[int, str]:
+    """See MultiLoRAModel.id2label."""
+    config: Any = runtime.model.config
+    own: dict[int, str] = {int(i): label for i, label in (getattr(config, "id2label", None) or {}).items()}
+    (adapter_id,) = runtime.store.catalogue.ids_of([name])
+    if not adapter_id:
+        return own
+    entry = runtime.store.catalogue.by_id(adapter_id)
+    if entry.labels is not None:
+        return dict(enumerate(entry.labels))
+    width = _width(runtime, adapter_id, output_heads(runtime.model))
+    return own if width in (None, len(own)) else {i: f"LABEL_{i}" for i in range(width)}
+
+
+def _width(runtime: Runtime, adapter_id: int, base: Mapping[str, int]) -> int | None:
+    """How many logits the rows of an adapter (0: the base) have; None where the model has no head."""
+    ranks = runtime.store.catalogue.by_id(adapter_id).ranks if adapter_id else {}
+    widths = [ranks.get(site_name(path, SAVED), n) for path, n in base.items()]
+    return widths[-1] if widths else None
+
+
+def split_logits(runtime: Runtime, logits: Tensor, names: Sequence[str | None]) -> list[Tensor]:
+    """See MultiLoRAModel.split_logits."""
+    ids = runtime.resolve(names, None)
+    if ids is None or len(ids) != logits.shape[0]:
+        raise RoutingError(f"logits must have one row per adapter name, got {tuple(logits.shape)} for {names!r}")
+    base = output_heads(runtime.model)
+    widths = {i: _width(runtime, i, base) for i in set(ids)}
+    return [row[..., : widths[i]] for row, i in zip(logits, ids, strict=True)]
