@@ -80,6 +80,4 @@ def read_for_skeleton(probe: Runtime, path: str) -> Adapter:
     files = locate(path)
     config = parse_config(files.source, files.config.read_bytes())
     with open_tensors(files.source, files.weights) as tensors:
-        return adapter_from_tensors(
-            files.source, config, tensors, probe.census(), by_shape=True, **probe.reading()
-        )
+        return adapter_from_tensors(files.source, config, tensors, probe.census(), by_shape=True, **probe.reading())

@@ -1,4 +1,4 @@
-"""Adapter files of every kind, read into one pair of factors per module."""
+"""Adapter files of every kind, read into one pair of tensors per site of the base."""
 
 from hf_multilora.formats.base import (
     LORA,
@@ -11,9 +11,11 @@ from hf_multilora.formats.base import (
     site_name,
     split_site,
 )
+from hf_multilora.formats.config import AUTO_CLASSES
 from hf_multilora.formats.peft import adapter_from_tensors, read_adapter
 
 __all__ = [
+    "AUTO_CLASSES",
     "LORA",
     "SAVED",
     "TOKENS",

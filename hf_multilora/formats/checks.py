@@ -118,7 +118,7 @@ def check_saved(place: Place, module: ModuleShape, name: str, tensor: torch.Tens
     if got == list(own):
         return
     other = f"{name} must have shape {list(own)} on this base, got shape {got}"
-    if len(got) != len(own) or any(a != b for axis, (a, b) in enumerate(zip(got, own)) if axis != rows):
+    if len(got) != len(own) or any(a != b for axis, (a, b) in enumerate(zip(got, own, strict=True)) if axis != rows):
         raise place.error(f"{other}: the adapter belongs to another base")
     if not resizable:
         raise place.error(
@@ -139,18 +139,17 @@ def saved_shape(module: ModuleShape, name: str) -> tuple[int, ...] | None:
 
 def check_copy(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: torch.Tensor) -> None:
     """A copy of the base's own parameter is dropped by the caller, so it must hold what the base holds."""
-    own = own_value(module, parsed.parameter)
+    own, wanted = own_value(module, parsed.parameter), saved_shape(module, parsed.parameter)
+    if wanted is not None and tuple(tensor.shape) != wanted:
+        raise place.error(
+            f"the file holds a {parsed.parameter} of shape {shape_of(tensor)}, the base's has shape {list(wanted)}: it "
+            f"was trained with a resized vocabulary or another head; load a base of that size (resize_token_embeddings)"
+        )
     if own is None:
         raise place.error(
             f"the file holds a full {parsed.parameter} of shape {shape_of(tensor)}, and whether it was trained cannot "
             f"be told from this base; name it in modules_to_save if it was, or save with save_embedding_layers=False "
             f"if it is an untrained copy"
-        )
-    if tensor.shape != own.shape:
-        raise place.error(
-            f"the file holds a {parsed.parameter} of shape {shape_of(tensor)}, the base's has shape {shape_of(own)}: "
-            f"it was trained with a resized vocabulary or another head; load a base of that size "
-            f"(resize_token_embeddings)"
         )
     if not same_values(tensor, own):
         raise place.error(

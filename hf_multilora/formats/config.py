@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_multilora.formats.base import AdapterError
@@ -54,19 +54,18 @@ REFUSALS = (
     Refusal("kasa_config", "KaSA (kasa_config)", "it truncates the base weight and adds a diagonal factor"),
     Refusal("layer_replication", "layer_replication", "it repeats layers of the base"),
     Refusal("target_parameters", "target_parameters", "it trains parameters (MoE experts), not modules"),
-    Refusal("trainable_token_indices", "trainable_token_indices", "it replaces rows of the embedding"),
     Refusal("enable_lora", "enable_lora", "an early PEFT's merged projections are not read"),
 )
 # Initialisations that subtract from, quantize or replace the base's own weight when training starts.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
-# Known to PEFT (any version) and without influence on what a trained plain LoRA computes.
+# Known to PEFT (any version) or to the reader, and without influence on what the tensors of a file mean here.
 HARMLESS = frozenset(
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out "
-    "inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout "
+    "id2label inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout "
     "lora_ga_config megatron_config megatron_core merge_weights modules_to_save monteclora_config peft_type "
     "peft_version qalora_group_size r rank_pattern alpha_pattern revision runtime_config target_modules task_type "
-    "use_rslora velora_config".split()
+    "trainable_token_indices use_rslora velora_config".split()
 )
 
 
@@ -82,6 +81,7 @@ class LoraSettings:
     modules_to_save: tuple[str, ...]
     base_model: str | None
     task_type: str | None = None
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # end of a module's name -> its tokens
 
     def rank_and_alpha(self, names: Sequence[str]) -> tuple[int, float]:
         """(rank, alpha) of the module called `names`, the file's own name first; PEFT: the first pattern that fits."""
@@ -99,6 +99,10 @@ class LoraSettings:
             if any(outer.endswith(name) for name in self.modules_to_save):
                 return outer
         return None
+
+    def tokens_of(self, names: Sequence[str]) -> tuple[int, ...] | None:
+        """The tokens whose rows the module called `names` has in the file; PEFT: the first end of a name that fits."""
+        return next((ids for end, ids in self.token_indices.items() if any(n.endswith(end) for n in names)), None)
 
     def scaling(self, r: int, alpha: float) -> float:
         return alpha / math.sqrt(r) if self.rslora else alpha / r
@@ -146,6 +150,20 @@ def _patterns(
         except re.error as error:
             raise AdapterError(f"{source}: {key} must hold regular expressions, got {pattern!r} ({error})") from error
     return {str(pattern): check(source, f"{key}[{pattern!r}]", value) for pattern, value in patterns.items()}
+
+
+def _token_indices(source: str, given: Any) -> dict[str, tuple[int, ...]]:
+    """`trainable_token_indices` by end of a module's name; a list is for the one module that has rows in the file."""
+    if given is None:
+        return {}
+    by_name = given if isinstance(given, Mapping) else {"": given}
+    for name, ids in by_name.items():
+        where = f"trainable_token_indices{f'[{name!r}]' if name else ''}"
+        if not isinstance(ids, (list, tuple)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise AdapterError(f"{source}: {where} must be a list of token ids, got {ids!r}")
+        if len(set(ids)) != len(ids) or any(i < 0 for i in ids):
+            raise AdapterError(f"{source}: {where} must hold different token ids of at least 0, got {list(ids)}")
+    return {str(name): tuple(ids) for name, ids in by_name.items() if ids}
 
 
 def _refuse(source: str, config: Mapping[str, Any]) -> None:
@@ -197,4 +215,5 @@ def parse_settings(source: str, config: Mapping[str, Any]) -> LoraSettings:
         modules_to_save=(to_save,) if isinstance(to_save, str) else tuple(dict.fromkeys(map(str, to_save))),
         base_model=str(base) if base else None,
         task_type=str(config["task_type"]) if config.get("task_type") else None,
+        token_indices=_token_indices(source, config.get("trainable_token_indices")),
     )

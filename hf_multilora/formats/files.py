@@ -1,4 +1,4 @@
-"""Where an adapter's two files are, and how their tensors are read: nothing in a file is ever run."""
+"""Where an adapter's files are, and how their tensors are read: nothing in a file is ever run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,6 +28,7 @@ from hf_multilora.formats.base import AdapterError
 from hf_multilora.formats.keys import listed
 
 CONFIG = "adapter_config.json"
+LABELS = "config.json"  # of a model; beside an adapter it may name the labels of its head
 SAFETENSORS = "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt")
 # what torch.load(weights_only=True) raises on files that are cut, damaged or ask for code to be run
@@ -50,11 +51,12 @@ BROKEN_PICKLE = (
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The two files of an adapter, on this machine."""
+    """The files of an adapter, on this machine."""
 
     source: str  # folder, or Hub id (with @revision)
     config: Path
     weights: Path
+    labels: Path | None = None  # the config.json beside them
 
 
 def locate(
@@ -110,7 +112,7 @@ def _download(
     repo: str, revision: str | None, steps: PurePosixPath, weights: str, hub_kwargs: Mapping[str, Any] | None
 ) -> Path:
     """One snapshot with the config and `weights`, so that both are of the same commit."""
-    patterns = [str(steps / CONFIG), str(steps / weights)]
+    patterns = [str(steps / name) for name in (CONFIG, weights, LABELS)]
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, **(hub_kwargs or {}))) / steps
     except GatedRepoError:
@@ -129,7 +131,8 @@ def _files_in(folder: Path, source: str) -> AdapterFiles:
     held = sorted(entry.name for entry in folder.iterdir())
     weights = next((name for name in (SAFETENSORS, *PICKLES) if (folder / name).is_file()), None)
     if (folder / CONFIG).is_file() and weights is not None:
-        return AdapterFiles(source, folder / CONFIG, folder / weights)
+        labels = folder / LABELS
+        return AdapterFiles(source, folder / CONFIG, folder / weights, labels if labels.is_file() else None)
     missing = CONFIG if not (folder / CONFIG).is_file() else " or ".join((SAFETENSORS, *PICKLES))
     inner = sorted(found.parent.relative_to(folder).as_posix() for found in folder.glob(f"*/{CONFIG}"))
     hint = f"; subfolder= could be {listed(inner)}" if inner else ""
@@ -138,14 +141,14 @@ def _files_in(folder: Path, source: str) -> AdapterFiles:
     )
 
 
-def parse_config(source: str, data: bytes) -> dict[str, Any]:
-    """The JSON object in `data` (the bytes of an adapter_config.json)."""
+def parse_config(source: str, data: bytes, name: str = CONFIG) -> dict[str, Any]:
+    """The JSON object in `data` (the bytes of the file `name`)."""
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{source}: {CONFIG} must be JSON, got {len(data)} bytes that are not: {error}") from error
+        raise AdapterError(f"{source}: {name} must be JSON, got {len(data)} bytes that are not: {error}") from error
     if not isinstance(config, dict):
-        raise AdapterError(f"{source}: {CONFIG} must hold a JSON object, got {type(config).__name__}")
+        raise AdapterError(f"{source}: {name} must hold a JSON object, got {type(config).__name__}")
     return config
 
 
@@ -206,6 +209,13 @@ def file_digest(config: bytes, weights: Path) -> str:
         while block := stream.read(1 << 20):
             total.update(block)
     return total.hexdigest()
+
+
+def with_labels(digest: str, labels: Sequence[str] | None) -> str:
+    """The digest of an adapter whose labels are in a file beside it: of that file, only the labels count."""
+    if labels is None:
+        return digest
+    return hashlib.sha256(f"{digest} {json.dumps(list(labels))}".encode()).hexdigest()
 
 
 def memory_digest(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:

@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 
-from hf_multilora.formats.base import Adapter, AdapterError, LoraFactors, ModuleShape
+from hf_multilora.formats.base import SAVED, TOKENS, Adapter, AdapterError, LoraFactors, ModuleShape, site_name
 from hf_multilora.formats.checks import Place, check_factor, check_finite, check_module, check_rank
 from hf_multilora.formats.config import LoraSettings, parse_settings
-from hf_multilora.formats.files import file_digest, locate, memory_digest, open_tensors, parse_config
+from hf_multilora.formats.copies import check_vocabulary, overwritten_modules
+from hf_multilora.formats.files import file_digest, locate, memory_digest, open_tensors, parse_config, with_labels
 from hf_multilora.formats.keys import NameResolver, ParsedKey, covers, listed, parse_key
+from hf_multilora.formats.labels import own_heads, parse_labels
 from hf_multilora.formats.reading import REMEDY, Reading
-from hf_multilora.formats.saved import saved_sites
+from hf_multilora.formats.saved import saved_modules
+from hf_multilora.formats.tokens import token_modules
+
 
 def read_adapter(
     path: str | os.PathLike[str],
@@ -32,13 +36,14 @@ def read_adapter(
 ) -> Adapter:
     """Read the adapter in a local folder or Hub repository for a base that has `modules` (all of them, by path).
 
-    `max_rank` bounds every module's rank; `target_modules` (suffixes, or a regex for the whole path) says what may be
-    adapted here; `aliases` maps a name in the file to the modules that stand for it; `renames` are (regex, replacement)
-    pairs for names that are not found; `base_prefix` is the model's `base_model_prefix`; `hub_kwargs` goes to
-    `snapshot_download`.
+    `max_rank` bounds the rank of LoRA sites, and `target_modules` (suffixes, or a regex for the whole path) says which
+    modules these may be for: neither holds for modules saved in full and for token rows. `aliases` maps a name in the
+    file to the modules that stand for it; `renames` are (regex, replacement) pairs for names that are not found;
+    `base_prefix` is the model's `base_model_prefix`; `hub_kwargs` goes to `snapshot_download`.
 
-    Factors come back on the CPU in the file's dtype: A [r, in], B [out, r]. FileNotFoundError for what is absent,
-    AdapterError for everything that cannot be served exactly; in particular each tensor is used or the load fails.
+    The tensors of the sites (see formats/base.py) come back on the CPU in the file's dtype. FileNotFoundError for what
+    is absent, AdapterError for everything that cannot be served exactly; in particular each tensor is used or the load
+    fails.
     """
     files = locate(path, revision=revision, subfolder=subfolder, hub_kwargs=hub_kwargs)
     before = _stamp(files.weights)
@@ -50,9 +55,14 @@ def read_adapter(
     with open_tensors(files.source, files.weights) as tensors:
         reader = _Reader(files.source, settings, tensors, modules, resolver, max_rank, target_modules)
         factors = reader.read()
+    labels = reader.labels(config.get("id2label"), "adapter_config.json", factors)
+    if labels is None and files.labels is not None and reader.heads(factors):
+        beside = parse_config(files.source, files.labels.read_bytes(), files.labels.name)
+        labels = reader.labels(beside.get("id2label"), files.labels.name, factors)
+        digest = with_labels(digest, labels)
     if _stamp(files.weights) != before:
         raise AdapterError(f"{files.source}: {files.weights.name} changed while it was being read; load it again")
-    return Adapter(files.source, digest, settings.base_model, factors, config)
+    return Adapter(files.source, digest, settings.base_model, factors, config, labels)
 
 
 def adapter_from_tensors(
@@ -74,8 +84,10 @@ def adapter_from_tensors(
     """
     settings = parse_settings(source, config)
     resolver = NameResolver(modules, aliases=aliases, renames=renames, base_prefix=base_prefix)
-    factors = _Reader(source, settings, tensors, modules, resolver, max_rank, target_modules, by_shape).read()
-    return Adapter(source, memory_digest(config, tensors), settings.base_model, factors, dict(config))
+    reader = _Reader(source, settings, tensors, modules, resolver, max_rank, target_modules, by_shape)
+    factors = reader.read()
+    labels = reader.labels(config.get("id2label"), "its config", factors)
+    return Adapter(source, memory_digest(config, tensors), settings.base_model, factors, dict(config), labels)
 
 
 def _stamp(path: os.PathLike[str]) -> tuple[int, int, int]:
@@ -116,12 +128,11 @@ class _Reader:
                 f"saved without gathering its shards?); save the adapter again"
             )
         parsed = [parse_key(key) for key in self._tensors]
-        reading = self._reading
-        reading.refuse([p for p in parsed if p.role in ("other", "tokens")])
+        self._reading.refuse([p for p in parsed if p.role == "other"])
+        self._require_one_adapter(parsed)
         pairs = self._pairs([p for p in parsed if p.role in ("a", "b")])
         placed = self._place(pairs)
-        lora = {module for targets in placed.values() for module in targets}
-        factors = saved_sites(reading, [p for p in parsed if p.role in ("saved", "copy")], lora)
+        factors = self._beside(parsed, {module for targets in placed.values() for module in targets})
         if not placed and not factors:
             raise AdapterError(
                 f"{self._source}: the adapter touches no module: it has no lora_A / lora_B tensors, only copies of the "
@@ -131,14 +142,48 @@ class _Reader:
             factors.update(self._factors(name, targets, *pairs[name]))
         return factors
 
-    def _pairs(self, keys: Sequence[ParsedKey]) -> dict[str, tuple[ParsedKey, ParsedKey]]:
-        """The file's module name -> its A and B."""
-        trained = list(dict.fromkeys(p.adapter for p in keys))
+    def _require_one_adapter(self, parsed: Sequence[ParsedKey]) -> None:
+        factors = {p.adapter for p in parsed if p.role in ("a", "b")}
+        trained = factors | {p.adapter for p in parsed if p.adapter is not None}
         if len(trained) > 1:
             raise AdapterError(
                 f"{self._source}: the file must hold one adapter, but its keys name "
-                f"{listed(str(name) for name in trained)}; save each adapter on its own"
+                f"{listed(sorted(map(str, trained)))}; save each adapter on its own"
             )
+
+    def _beside(self, parsed: Sequence[ParsedKey], lora: set[str]) -> dict[str, LoraFactors]:
+        """The sites other than those of LoRA; `lora`: the modules of these."""
+        full: dict[str, dict[str, ParsedKey]] = {}
+        copies: dict[str, dict[str, ParsedKey]] = {}
+        for p in parsed:
+            if p.role not in ("saved", "copy"):
+                continue
+            in_full = p.role == "saved" or (not p.original and self._settings.saves_in_full(p.module))
+            first = (full if in_full else copies).setdefault(p.module, {}).setdefault(p.parameter, p)
+            # PEFT may write one tensor under both of its names
+            if first is not p and not torch.equal(self._tensors[first.key], self._tensors[p.key]):
+                raise AdapterError(
+                    f"{self._source}: two keys land on {p.parameter} of module {p.module}: {first.key!r} and "
+                    f"{p.key!r}; keep one"
+                )
+        reading = self._reading
+        found = saved_modules(reading, full, lora)
+        saved = {module: factors for module, factors in found.items() if factors is not None}
+        overwritten = overwritten_modules(reading, copies, found, lora)
+        check_vocabulary(reading, saved | overwritten)
+        rows = token_modules(reading, [p for p in parsed if p.role == TOKENS], saved, overwritten, lora)
+        sites = {site_name(module, SAVED): factors for module, factors in (saved | overwritten).items()}
+        return sites | {site_name(module, TOKENS): factors for module, factors in rows.items()}
+
+    def heads(self, factors: Mapping[str, LoraFactors]) -> dict[str, int]:
+        """The adapter's own heads and how many labels each tells apart."""
+        return own_heads(self._reading, factors)
+
+    def labels(self, given: Any, where: str, factors: Mapping[str, LoraFactors]) -> tuple[str, ...] | None:
+        return parse_labels(self._source, where, given, self.heads(factors))
+
+    def _pairs(self, keys: Sequence[ParsedKey]) -> dict[str, tuple[ParsedKey, ParsedKey]]:
+        """The file's module name -> its A and B."""
         halves: dict[tuple[str, str], ParsedKey] = {}
         for p in keys:
             other = halves.setdefault((p.module, p.role), p)

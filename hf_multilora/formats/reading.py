@@ -46,6 +46,18 @@ class Reading:
     def error(self, problem: str) -> AdapterError:
         return AdapterError(f"{self.source}: {problem}")
 
+    def resizable(self, module: str) -> bool:
+        """Whether the module, or one that is tied to it, may be saved with another number of rows."""
+        shape = self.modules[module]
+        return shape.resizable or any(self.modules[other].resizable for other in shape.tied)
+
+    def vocabulary(self) -> tuple[list[str], list[str]]:
+        """(embeddings of token ids, linears that give their logits) of the base."""
+        named = {m: shape for m, shape in self.modules.items() if self.resizable(m) and not self.resolver.is_alias(m)}
+        tables = [m for m, shape in named.items() if shape.kind == "embedding"]
+        sizes = {self.modules[m].in_features for m in tables}
+        return tables, [m for m, shape in named.items() if shape.kind == "linear" and shape.out_features in sizes]
+
     def refuse(self, extras: Sequence[ParsedKey]) -> None:
         """Raises AdapterError where there are keys that nothing here reads."""
         if not extras:
@@ -53,6 +65,4 @@ class Reading:
         first = extras[0].key
         feature = next((name for pattern, name in EXTRAS if re.search(pattern, first)), None)
         what = f"{feature} is not supported" if feature else "these are no tensors of a LoRA adapter"
-        raise self.error(
-            f"{len(extras)} tensors cannot be used: {listed(p.key for p in extras)}; {what}; {REMEDY}"
-        )
+        raise self.error(f"{len(extras)} tensors cannot be used: {listed(p.key for p in extras)}; {what}; {REMEDY}")

@@ -1,66 +1,56 @@
-"""Modules that an adapter holds in full: PEFT's modules_to_save, and embeddings saved with their own vocabulary."""
+"""Modules that an adapter holds in full: PEFT's `modules_to_save`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 
-from hf_multilora.formats.base import SAVED, LoraFactors, ModuleShape, site_name
-from hf_multilora.formats.checks import check_copy, check_finite, check_saved, own_value, same_values, saved_shape
+from hf_multilora.formats.base import LoraFactors, ModuleShape
+from hf_multilora.formats.checks import check_finite, check_saved, own_value, same_values, saved_shape
 from hf_multilora.formats.config import load_for_task
 from hf_multilora.formats.keys import ParsedKey, listed
 from hf_multilora.formats.reading import Reading
 
 Group = Mapping[str, ParsedKey]  # parameter of one module -> its key
+TWO_ROLES = "the adapter trains it with LoRA and saves it in full as well, and only one of both can be served here"
 
 
-def saved_sites(reading: Reading, keys: Sequence[ParsedKey], lora: Collection[str]) -> dict[str, LoraFactors]:
-    """The `:saved` sites among the parameters in a file.
+def saved_modules(
+    reading: Reading, groups: Mapping[str, Group], lora: Collection[str]
+) -> dict[str, LoraFactors | None]:
+    """The modules of the base that `modules_to_save` gives an adapter, None for those that are copies of the base's.
 
-    keys: those of the roles "saved" and "copy". lora: the modules of the base that the file has a LoRA pair for.
-    Untrained copies of the base's own parameters are left out. AdapterError for what cannot be served.
+    groups: name in the file -> its tensors. lora: the modules of the base that the file has a LoRA pair for.
     """
-    full: dict[str, dict[str, ParsedKey]] = {}
-    copies: dict[str, dict[str, ParsedKey]] = {}
-    for p in keys:
-        group = (full if _in_full(reading, p) else copies).setdefault(p.module, {})
-        if group.setdefault(p.parameter, p) is not p:
-            raise reading.error(
-                f"two keys land on {p.module}.{p.parameter}: {group[p.parameter].key!r} and {p.key!r}; keep one"
-            )
-    _require_in_base(reading, full)
-    reading.refuse([p for name, group in copies.items() if not reading.resolver.resolve(name) for p in group.values()])
-    sites: dict[str, LoraFactors] = {}
-    owner: dict[str, str] = {}
-    for name, group in full.items():
+    _require_in_base(reading, groups)
+    found: dict[str, LoraFactors | None] = {}
+    for name, group in groups.items():
         for module in reading.resolver.resolve(name):
-            if owner.setdefault(module, name) != name:
-                raise reading.error(f"{owner[module]} and {name} both land on module {module} of the base; keep one")
-            factors = saved_module(reading, module, group)
-            if factors is not None and module in lora:
-                raise reading.place(next(iter(group.values())), module).error(
-                    "the adapter trains it with LoRA and saves it in full (modules_to_save) as well, and only one of "
-                    "both can be served; retrain with one of them"
-                )
-            if factors is not None:
-                sites[module] = factors
-    for name, group in copies.items():
-        for p in group.values():
-            for module in reading.resolver.resolve(name):
-                shape, tensor = reading.modules[module], reading.tensors[p.key]
-                if reading.by_shape and saved_shape(shape, p.parameter) == tuple(tensor.shape):
+            place = reading.place(next(iter(group.values())), module)
+            if module in found:
+                raise place.error(f"{name} and another name in the file both land on it; keep one")
+            factors = found[module] = saved_module(reading, module, group)
+            if factors is not None and reading.resolver.is_alias(name):
+                if reading.by_shape and all(_has_own_shape(reading, p, module) for p in group.values()):
+                    found[module] = None
                     continue
-                check_copy(reading.place(p, module), p, shape, tensor)
-    return {site_name(module, SAVED): factors for module, factors in sites.items()}
+                raise place.error(
+                    f"{name} is never called in this model, so PEFT computes without what the adapter saved of it; "
+                    f"retrain with modules_to_save naming the module that is called"
+                )
+            if factors is not None and module in lora:
+                raise place.error(f"{TWO_ROLES}; retrain with one of them")
+    _require_whole(reading, groups, found)
+    return found
 
 
-def _in_full(reading: Reading, p: ParsedKey) -> bool:
-    return p.role == SAVED or (not p.original and reading.settings.saves_in_full(p.module))
+def _has_own_shape(reading: Reading, p: ParsedKey, module: str) -> bool:
+    return saved_shape(reading.modules[module], p.parameter) == tuple(reading.tensors[p.key].shape)
 
 
-def _require_in_base(reading: Reading, full: Mapping[str, Group]) -> None:
-    absent = [name for name in full if not reading.resolver.resolve(name)]
+def _require_in_base(reading: Reading, groups: Mapping[str, Group]) -> None:
+    absent = [name for name in groups if not reading.resolver.resolve(name)]
     if absent:
         close = reading.resolver.close_matches(absent)
         hint = f" (it has e.g. {listed(close)})" if close else ""
@@ -70,22 +60,53 @@ def _require_in_base(reading: Reading, full: Mapping[str, Group]) -> None:
         )
 
 
+def _require_whole(reading: Reading, groups: Mapping[str, Group], found: Collection[str]) -> None:
+    """All modules inside a saved one must be in the file, and so must each name of `modules_to_save` that fits."""
+    remedy = "the rest would stay the base's: save the adapter again"
+    for name, group in groups.items():
+        root = next(iter(group.values())).root or reading.settings.saved_root(name) or name
+        inner = name[len(root) :]
+        for module in reading.resolver.resolve(name):
+            outer = module.removesuffix(inner) if module.endswith(inner) else module
+            lacking = [m for m in reading.modules if f"{m}.".startswith(f"{outer}.") and m not in found]
+            lacking = [m for m in lacking if wanted(reading.modules[m])]
+            if lacking:
+                raise reading.error(
+                    f"the adapter saves {outer} in full (modules_to_save), but the file holds nothing of "
+                    f"{listed(lacking)} inside it; {remedy}"
+                )
+    parts = [m.split(".") for m, shape in reading.modules.items() if wanted(shape)]
+    holders = dict.fromkeys(".".join(part[:n]) for part in parts for n in range(1, len(part) + 1))
+    for end in reading.settings.modules_to_save:
+        there = [m for m in holders if m.endswith(end) and not reading.resolver.is_alias(m)]
+        if there and not any(_outer_ends_with(name, end) for name in groups):
+            raise reading.error(
+                f"modules_to_save names {end}, which the base has ({listed(there)}), but the file holds nothing of it; "
+                f"{remedy}"
+            )
+
+
+def _outer_ends_with(name: str, end: str) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:n]).endswith(end) for n in range(1, len(parts) + 1))
+
+
 def saved_module(reading: Reading, module: str, group: Group) -> LoraFactors | None:
     """The tensors of one module, None where they are what the base holds."""
     shape = reading.modules[module]
     held: dict[str, torch.Tensor] = {}
     for name, p in group.items():
         tensor = reading.tensors[p.key]
-        if not tensor.is_floating_point() and name not in wanted(shape):
+        if not tensor.is_floating_point() and saved_shape(shape, name) is None:
             continue  # num_batches_tracked and the like: never trained, without influence in evaluation
-        check_saved(reading.place(p, module), shape, name, tensor, is_resizable(reading, module))
+        check_saved(reading.place(p, module), shape, name, tensor, reading.resizable(module))
         held[name] = tensor
     place = reading.place(next(iter(group.values())), module)
     missing = [name for name in wanted(shape) if name not in held]
     if missing:
         raise place.error(
-            f"the file holds {sorted(group)} of it, but must hold {missing} too, which the base has; save the adapter "
-            f"again"
+            f"the file holds {', '.join(group)} of it, but must hold {', '.join(missing)} too, which the base has; "
+            f"save the adapter again"
         )
     if all(_is_own(shape, name, tensor) for name, tensor in held.items()):
         return None
@@ -96,6 +117,9 @@ def saved_module(reading: Reading, module: str, group: Group) -> LoraFactors | N
             f"it has tensors of its own ({', '.join(shape.own)}) beside those of the modules inside it, which cannot "
             f"be served together; retrain with modules_to_save naming the modules inside it"
         )
+    odd = [name for name in shape.own if shape.kind != "other" and name not in ("weight", "bias")]
+    if odd:
+        raise place.error(f"a {shape.kind} with {', '.join(odd)} cannot be saved in full here; retrain without it")
     for name, tensor in held.items():
         check_finite(reading.place(group[name], module), tensor)
     return pack(shape, held)
@@ -106,12 +130,6 @@ def wanted(shape: ModuleShape) -> tuple[str, ...]:
     if shape.kind == "other":
         return tuple(shape.own)
     return ("weight", "bias") if has_bias(shape) else ("weight",)
-
-
-def is_resizable(reading: Reading, module: str) -> bool:
-    """Whether the module, or one that is tied to it, may be saved with another number of rows."""
-    shape = reading.modules[module]
-    return shape.resizable or any(reading.modules[other].resizable for other in shape.tied)
 
 
 def has_bias(shape: ModuleShape) -> bool:
