@@ -30,6 +30,8 @@ AUTO_CLASSES = {
 
 HEADED = re.compile(r"For(Sequence|Token|Image|Audio)Classification$")  # classes whose head has num_labels outputs
 
+FEW = 8  # adapters that are loaded without a progress bar
+
 # Arguments that say which files are read: the base's config is read from the same place as its weights
 WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
@@ -165,10 +167,12 @@ def build(model: Any, adapters: Mapping[str, str], config: MultiLoRAConfig, fres
 
 
 def progress(adapters: Mapping[str, str]) -> Any:
-    """A progress bar over long lists, as Transformers shows them."""
+    """The items, of long lists under a progress bar of Transformers: a widget in notebooks, none where Transformers was
+    told to be quiet (`disable_progress_bar`, `set_verbosity_error`)."""
     from transformers.utils import logging
 
-    return logging.tqdm(adapters.items(), desc="Loading adapters", disable=None if len(adapters) > 8 else True)
+    quiet = len(adapters) <= FEW or logging.get_verbosity() >= logging.ERROR
+    return logging.tqdm(adapters.items(), desc="Loading adapters", disable=quiet)
 
 
 def require_patchable(model: Any) -> None:
