@@ -78,5 +78,9 @@ def test_an_untrained_head_is_only_a_copy(tmp_path: Path) -> None:
 
     tiny.save(base(), tmp_path, target_modules=["query"], task_type="SEQ_CLS")
     assert len(tiny.read(tmp_path, base()).factors) == 2
-    with pytest.raises(AdapterError, match=r"classifier\.(weight|bias).*modules_to_save"):
+    remedy = r"saves classifier in full.*no such module.*SEQ_CLS: auto_class='AutoModelForSequenceClassification'"
+    with pytest.raises(AdapterError, match=remedy):
         tiny.read(tmp_path, tiny.bert().bert)  # the inner model has no such head
+    tiny.edit_config(tmp_path, task_type=None)
+    with pytest.raises(AdapterError, match=r"load the base that the adapter was trained on"):
+        tiny.read(tmp_path, tiny.bert().bert)

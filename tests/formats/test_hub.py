@@ -41,7 +41,7 @@ def test_hub_ids(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(files, "snapshot_download", hub)
     adapter = tiny.read("org/name", tiny.llama(), revision="v1", subfolder="good", hub_kwargs={"token": False})
     assert adapter.source == "org/name@v1/good"
-    patterns = ["good/adapter_config.json", "good/adapter_model.safetensors"]
+    patterns = ["good/adapter_config.json", "good/adapter_model.safetensors", "good/config.json"]
     assert hub.calls == [("org/name", {"revision": "v1", "allow_patterns": patterns, "token": False})]
     tiny.to_pickle(folder, BIN)
     hub = FakeHub(tmp_path / "cache2", tmp_path / "good")

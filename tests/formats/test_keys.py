@@ -27,9 +27,27 @@ E = "model.embed_tokens"
         (f"base_model.model.{E}.weight", (E, "copy", False, None, "weight")),
         ("lm_head.base_layer.bias", ("lm_head", "copy", False, None, "bias")),
         (f"{Q}.lora_B.bias", (Q, "other", False, None, "")),
-        (f"{Q}.lora_magnitude_vector", (Q, "other", False, None, "")),
-        ("score.modules_to_save.default.weight", ("score.modules_to_save.default", "other", False, None, "")),
-        ("", ("", "other", False, None, "")),
+        (f"{Q}.lora_magnitude_vector", (Q, "other", False, None, "lora_magnitude_vector")),
+        ("score.modules_to_save.default.weight", ("score", "saved", False, "default", "weight")),
+        ("score.modules_to_save.weight", ("score", "saved", False, None, "weight")),
+        ("head.modules_to_save.default.dense.bias", ("head.dense", "saved", False, "default", "bias")),
+        ("head.modules_to_save.default.norm.running_mean", ("head.norm", "saved", False, "default", "running_mean")),
+        ("head.modules_to_save.lora_A.dense.bias", ("head.dense", "saved", False, "lora_A", "bias")),
+        (f"{Q}.lora_A.modules_to_save.weight", (Q, "a", False, "modules_to_save", "")),
+        (
+            "head.modules_to_save.default.dense.lora_A.default.weight",
+            ("head.dense.lora_A.default", "other", False, None, "weight"),
+        ),
+        ("head.original_module.dense.bias", ("head.dense", "copy", False, None, "bias")),
+        ("head.running_mean", ("head", "copy", False, None, "running_mean")),
+        (f"{E}.token_adapter.trainable_tokens_delta", (E, "tokens", False, None, "")),
+        (f"{E}.token_adapter.trainable_tokens_delta.default", (E, "tokens", False, "default", "")),
+        (f"{E}.token_adapter.base_layer.weight", (E, "copy", False, None, "weight")),
+        (f"{E}.base_layer.token_adapter.base_layer.weight", (E, "copy", False, None, "weight")),
+        (f"{E}.base_layer.token_adapter.trainable_tokens_delta", (E, "tokens", False, None, "")),
+        (f"{E}.token_adapter.base_layer.modules_to_save.default.weight", (E, "saved", False, "default", "weight")),
+        (f"{E}.token_adapter.trainable_tokens_original", (E, "other", False, None, "")),
+        ("", ("", "copy", False, None, "")),
         ("_orig_mod", ("", "other", False, None, "")),
         ("weight", ("", "copy", False, None, "weight")),
     ],
@@ -38,6 +56,13 @@ def test_parse_key(key: str, expected: tuple[str, str, bool, str | None, str]) -
     parsed = parse_key(key)
     assert (parsed.module, parsed.role, parsed.embedding, parsed.adapter, parsed.parameter) == expected
     assert parsed.key == key
+
+
+def test_what_peft_wrapped_and_what_it_keeps_of_the_base() -> None:
+    assert parse_key("a.head.modules_to_save.default.dense.bias").root == "a.head"
+    assert parse_key("a.head.dense.bias").root == ""
+    assert parse_key("a.head.original_module.dense.bias").original
+    assert not parse_key("a.head.modules_to_save.default.dense.bias").original
 
 
 TEXT = ("model.embed_tokens", "model.layers.0.q_proj", "lm_head")
@@ -88,6 +113,12 @@ def test_aliases_go_to_every_module_they_stand_for() -> None:
     assert resolver.resolve("transformer.shared") == modules[1:]
     assert resolver.resolve("encoder.embed_tokens") == ("encoder.embed_tokens",)
     assert NameResolver(modules).resolve("shared") == ("shared",)
+    assert [resolver.is_alias(name) for name in ("shared", "transformer.shared", "encoder.embed_tokens", "x")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(AdapterError, match=r"alias 'shared' must name modules of the base, got \['nowhere'\]"):
         NameResolver(modules, aliases={"shared": ("nowhere",)})
 

@@ -22,12 +22,6 @@ def _shift_biases(model: Any) -> None:
             weight.add_(1.0)
 
 
-def _shift_saved(model: Any) -> None:
-    for name, weight in model.named_parameters():
-        if "modules_to_save" in name:
-            weight.add_(1.0)
-
-
 class Convolution(torch.nn.Module):
     """A model of one 2-D convolution."""
 
@@ -73,17 +67,6 @@ SAVED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]},
         "target_parameters is not supported.*experts",
     ),
-    "score head": (
-        tiny.bert,
-        {"target_modules": ["query"], "task_type": "SEQ_CLS", "touch": _shift_saved},
-        r"module classifier: .*modules_to_save.*not supported yet",
-    ),
-    "embedding in full": (
-        tiny.llama,
-        {"modules_to_save": ["embed_tokens"], "touch": _shift_saved},
-        r"module model\.embed_tokens: .*modules_to_save.*not supported yet",
-    ),
-    "token rows": (tiny.llama, {"trainable_token_indices": [1, 2]}, "trainable_token_indices is not supported"),
     "pissa": (tiny.llama, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base"),
     "pissa_niter_4": (tiny.llama, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' changes"),
     "olora": (tiny.llama, {"init_lora_weights": "olora"}, "init_lora_weights='olora' changes"),
