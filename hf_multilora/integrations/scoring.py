@@ -61,8 +61,6 @@ def refuse_typos(kwargs: Mapping[str, Any], caller: str, unit: str) -> None:
 
 def widths_of(model: Any, names: Sequence[str | None]) -> list[int]:
     """How many labels each row has: those of its adapter's own head, or of the base's."""
-    if not hasattr(model, "id2label"):  # TODO issue 4: until the core has it
-        return [model.config.num_labels] * len(names)
     widths = {name: len(model.id2label(name)) for name in set(names)}
     return [widths[name] for name in names]
 

@@ -59,18 +59,17 @@ class MultiLoRACrossEncoder(Adapted, CrossEncoder):
         inputs = kwargs.pop("sentences", None) if inputs is None else inputs
         activation_fn = kwargs.pop("activation_fct", None) if activation_fn is None else activation_fn
         single, pairs, names = self._rows(inputs, adapter_names, adapter_name, "predict", "pair", pool, device)
-        widths = self._widths(names, len(pairs))
+        given = [self._lora_model._multilora.default] * len(pairs) if names is None else names
+        widths = self._widths(given)
+        rows = [Row(*both, max(widths)) for both in zip(pairs, given, strict=True)]
         options: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt, "batch_size": batch_size}
         options |= {"show_progress_bar": show_progress_bar, "device": device, **kwargs}
         if set(widths) <= {self.num_labels}:
-            rows = pairs if names is None else [Row(*both) for both in zip(pairs, names, strict=True)]
             scores = super().predict(
                 rows, activation_fn=activation_fn, apply_softmax=apply_softmax, convert_to_numpy=convert_to_numpy,
                 convert_to_tensor=convert_to_tensor, **options,
             )  # fmt: skip
         else:
-            given = [self._lora_model._multilora.default] * len(pairs) if names is None else names
-            rows = [Row(*both, max(widths)) for both in zip(pairs, given, strict=True)]
             logits = super().predict(rows, activation_fn=nn.Identity(), convert_to_tensor=True, **options)
             cut = [row[:width] for row, width in zip(logits.reshape(len(rows), -1), widths, strict=True)]
             done = finish(cut, lambda width: self._activation(activation_fn, width), bool(apply_softmax))
@@ -86,20 +85,18 @@ class MultiLoRACrossEncoder(Adapted, CrossEncoder):
         """CrossEncoder.rank with an adapter ("__base__": the base; None: the default adapter), whose head must have one
         label: else ValueError."""
         pairs = [[query, document] for document in documents]
-        *_, names = self._rows(pairs, None, adapter_name, "rank", "document", pool, device)
-        for name, width in zip(names or [self._lora_model._multilora.default], self._widths(names, 1), strict=False):
-            require_one_score(name, width)
+        self._rows(pairs, None, adapter_name, "rank", "document", pool, device)
+        ranking = self._lora_model._multilora.default if adapter_name is None else adapter_name
+        require_one_score(ranking, *self._widths([ranking]))
         scores = self.predict(
             pairs, prompt_name, prompt, batch_size, show_progress_bar, activation_fn, convert_to_tensor=True,
             device=device, pool=pool, chunk_size=chunk_size, adapter_name=adapter_name,
         )  # fmt: skip
         return ranked(scores.tolist(), documents, top_k, return_documents)
 
-    def _widths(self, names: Sequence[str | None] | None, rows: int) -> list[int]:
+    def _widths(self, names: Sequence[str | None]) -> list[int]:
         """Labels of each row; all as the base's where the scores come from another module than the model's head."""
-        if self[-1] is not self[0]:
-            return [self.num_labels] * rows
-        return widths_of(self._lora_model, [self._lora_model._multilora.default] * rows if names is None else names)
+        return widths_of(self._lora_model, names) if self[-1] is self[0] else [self.num_labels] * len(names)
 
     def _activation(self, given: Callable | None, width: int) -> Activation:
         if given is not None:

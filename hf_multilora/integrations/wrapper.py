@@ -25,7 +25,7 @@ POOLS = (
     "pool=, and device= with several devices, must be left out: a pool's processes hold copies of the model, which see "
     "no later load_adapter or set_adapter. Call it on one device, or start a process of your own for each device"
 )
-NAMES, WIDTH = "adapter_names", "_adapter_width"  # features of a batch: one name per row; labels that scores get
+NAMES, WIDTH = "adapter_names", "_adapter_width"  # features of a batch: one name per row; labels of its scores
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Row:
 
     value: Any
     adapter: str | None
-    width: int | None = None  # scores of all batches of the call are padded to as many labels
+    width: int | None = None  # scores of all batches of the call get as many labels
 
 
 class Adapted(BaseModel):
@@ -140,12 +140,15 @@ class Adapted(BaseModel):
             return super().__call__(input, *args, **kwargs)
 
     def forward(self, input: Any, **kwargs: Any) -> Any:
-        """sentence-transformers' own; scores are padded with -inf to the labels of the call's widest head."""
+        """sentence-transformers' own; scores are as wide as the call's widest head, -inf behind each row's own labels.
+
+        A batch's scores are as wide as its own widest head; a compiled model's as the widest of all adapters.
+        """
         width = input.pop(WIDTH, None)
         output = super().forward(input, **kwargs)
         output.pop(NAMES, None)
         if width is not None:
-            scores = output["scores"]
+            scores = output["scores"][..., :width]
             output["scores"] = torch.nn.functional.pad(scores, (0, width - scores.shape[-1]), value=FILL)
         return output
 
