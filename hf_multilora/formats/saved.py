@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from hf_multilora.formats.base import LoraFactors, ModuleShape
-from hf_multilora.formats.checks import check_finite, check_saved, own_value, same_values, saved_shape
+from hf_multilora.formats.checks import check_finite, check_saved, own_value, same_values, saved_shape, shape_of
 from hf_multilora.formats.config import load_for_task
 from hf_multilora.formats.keys import ParsedKey, listed
 from hf_multilora.formats.reading import Reading
@@ -120,6 +120,12 @@ def saved_module(reading: Reading, module: str, group: Group) -> LoraFactors | N
     odd = [name for name in shape.own if shape.kind != "other" and name not in ("weight", "bias")]
     if odd:
         raise place.error(f"a {shape.kind} with {', '.join(odd)} cannot be saved in full here; retrain without it")
+    if shape.kind == "linear" and "bias" in held:
+        outputs = held["weight"].shape[1 if shape.transposed else 0]
+        if held["bias"].shape[0] != outputs:
+            raise reading.place(group["bias"], module).error(
+                f"bias must have shape [{outputs}] as its weight has {outputs} outputs, got {shape_of(held['bias'])}"
+            )
     for name, tensor in held.items():
         check_finite(reading.place(group[name], module), tensor)
     return pack(shape, held)

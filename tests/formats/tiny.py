@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import ModulesToSaveWrapper
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
@@ -43,9 +44,21 @@ def t5() -> tf.T5ForConditionalGeneration:
     return tf.T5ForConditionalGeneration(tf.T5Config(**settings))
 
 
-def bert(cls: type[Any] = tf.BertForSequenceClassification) -> Any:
+def bert(cls: type[Any] = tf.BertForSequenceClassification, num_labels: int = 3) -> Any:
     settings = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return cls(tf.BertConfig(**settings, intermediate_size=24, max_position_embeddings=32, num_labels=3))
+    return cls(tf.BertConfig(**settings, intermediate_size=24, max_position_embeddings=32, num_labels=num_labels))
+
+
+def roberta() -> tf.RobertaForSequenceClassification:
+    settings = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = tf.RobertaConfig(**settings, intermediate_size=24, max_position_embeddings=34, num_labels=3)
+    return tf.RobertaForSequenceClassification(config)
+
+
+def scorer(num_labels: int = 3) -> tf.LlamaForSequenceClassification:
+    settings = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    return tf.LlamaForSequenceClassification(tf.LlamaConfig(**settings, num_labels=num_labels))
 
 
 def mixtral() -> tf.MixtralForCausalLM:
@@ -135,6 +148,84 @@ def deltas(peft_model: PeftModel, adapter: str = "default") -> dict[str, torch.T
 def ours(adapter: Adapter) -> dict[str, torch.Tensor]:
     """scaling * B A, by module."""
     return {name: pair.scaling * (pair.b @ pair.a) for name, pair in adapter.factors.items()}
+
+
+def twin(make: Callable[[], Any]) -> Any:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return make().eval()
+
+
+def saved_modules(peft_model: PeftModel, adapter: str = "default") -> dict[str, torch.nn.Module]:
+    """The copies that PEFT trains in full, by module of the base; of a container, the modules inside it."""
+    found = {}
+    for name, module in peft_model.base_model.model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save:
+            for inner, part in module.modules_to_save[adapter].named_modules():
+                if _own(part):
+                    found[f"{name}.{inner}" if inner else name] = part
+    return found
+
+
+def as_saved(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a saved site of the module must hold."""
+    weight = module.state_dict().get("weight")
+    if isinstance(module, torch.nn.Embedding):
+        return weight, torch.zeros(0, weight.shape[0])
+    if isinstance(module, (torch.nn.Linear, Conv1D)):
+        rows = weight.T if isinstance(module, Conv1D) else weight
+        return rows, torch.zeros(1, rows.shape[0]) if module.bias is None else module.bias.detach()[None]
+    return torch.cat([tensor.reshape(-1) for _, tensor in _own(module)])[None], torch.zeros(0, 1)
+
+
+def touch_saved(model: Any) -> None:
+    """Train, as it were, all of modules_to_save, statistics included."""
+    for name, tensor in model.state_dict().items():
+        if ".modules_to_save." in name and tensor.is_floating_point():
+            tensor.add_(torch.rand(tensor.shape) * 0.5 + 0.1)
+
+
+@torch.no_grad()
+def served(model: Any, adapter: Adapter) -> Any:
+    """`model` with the adapter's sites put into its parameters, each module on its own (none is tied afterwards)."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    for module in {name.partition(":")[0] for name in adapter.factors}:
+        part = named[module]
+        saved, rows, pair = (adapter.factors.get(module + role) for role in (":saved", ":tokens", ""))
+        if not isinstance(part, (torch.nn.Linear, torch.nn.Embedding, Conv1D)):
+            values = iter(saved.a[0].split([tensor.numel() for _, tensor in _own(part)]))
+            for _, tensor in _own(part):
+                tensor.copy_(next(values).view(tensor.shape))
+            continue
+        flip = isinstance(part, Conv1D)
+        weight = saved.a if saved else (part.weight.T if flip else part.weight)
+        weight = weight.to(torch.float32, copy=True)
+        if rows is not None:
+            weight[rows.b[0]] = rows.a.to(torch.float32)
+        if pair is not None:
+            delta = pair.scaling * (pair.b @ pair.a)
+            weight += delta.T if isinstance(part, torch.nn.Embedding) else delta
+        part.weight = torch.nn.Parameter((weight.T if flip else weight).contiguous())
+        if saved is not None and not isinstance(part, torch.nn.Embedding):
+            part.bias = torch.nn.Parameter(saved.b[0].to(torch.float32))
+    return model
+
+
+@torch.no_grad()
+def outputs(model: Any) -> torch.Tensor:
+    """The logits of a fixed batch."""
+    ids = torch.tensor([[5, 9, 1, 20, 6, 30], [7, 2, 3, 39, 8, 4]])
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    out = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
+    return out.logits if "logits" in out else out.start_logits
+
+
+def assert_served(make: Callable[[], Any], adapter: Adapter, peft_model: Any) -> None:
+    """The base with the adapter's sites gives PEFT's logits, and without them others."""
+    expected = outputs(peft_model)
+    torch.testing.assert_close(outputs(served(twin(make), adapter)), expected, rtol=1e-5, atol=1e-5)
+    bare = outputs(twin(make))
+    assert bare.shape != expected.shape or not torch.allclose(bare, expected, rtol=1e-3, atol=1e-3)
 
 
 def assert_same(adapter: Adapter, expected: Mapping[str, torch.Tensor]) -> None:
