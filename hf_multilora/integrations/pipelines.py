@@ -1,42 +1,27 @@
-"""Transformers' pipelines with one adapter per input: `pipeline(...)`, then `pipe(inputs, adapter_names=[...])`.
-
-An input's adapter id travels beside its tensors: `preprocess` attaches it as int64 [1], batches concatenate it to
-[rows], `forward` routes with it, and the outputs carry it to `postprocess`, where it says whose labels the row has.
-"""
+"""Transformers' pipelines with one adapter per input: `pipeline(...)`, then `pipe(inputs, adapter_names=[...])`."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pkgutil import resolve_name
 from typing import Any
 
-import torch
 import transformers
-from transformers.utils import ModelOutput
-from transformers.utils.chat_template_utils import is_valid_message
+from transformers import AutoConfig
+from transformers.pipelines import check_task, get_task
 
-from ..calls import TYPOS
 from ..config import MultiLoRAConfig
 from ..model import MultiLoRAModel
-from ..runtime import Runtime
-from .pipeline_rows import SOME, Namer, Row, SizedRows, first_row, named_twice, names_adapter, split
+from .pipeline_mixin import rebuild_pipeline, refuse_names
 
-IDS = "adapter_ids"  # among a pipeline's parameters, inputs and outputs; in the latter int64 [rows], 0 for the base
 SETTINGS = frozenset(f.name for f in fields(MultiLoRAConfig))
-# Pipelines whose _forward calls the model, or its generate, once and with the rows of its inputs: the ids go with that
-# call, which may then run in passes. All others run inside a request for the ids of their batch.
-ONE_CALL = frozenset({
-    "TextClassificationPipeline", "TokenClassificationPipeline", "ZeroShotClassificationPipeline", "FillMaskPipeline",
-    "FeatureExtractionPipeline", "TextGenerationPipeline", "ImageClassificationPipeline",
-})  # fmt: skip
-# Pipelines whose logits [rows, ..., labels] are those of a head that an adapter may bring with it
-LABELLED = frozenset({
-    "TextClassificationPipeline", "TokenClassificationPipeline", "ZeroShotClassificationPipeline",
-    "ImageClassificationPipeline", "AudioClassificationPipeline", "VideoClassificationPipeline",
-})  # fmt: skip
+# Arguments of transformers.pipeline that say how a base is loaded, beside model_kwargs
+WHERE = ("revision", "token", "trust_remote_code", "local_files_only")
+HOW = ("config", "dtype", "device_map")
+PARTS = ("tokenizer", "feature_extractor", "image_processor", "video_processor", "processor")
 
 
 def pipeline(
@@ -65,214 +50,47 @@ def pipeline(
     both ways or by some inputs only: before any work, or in a generator where it shows.
     """
     settings = {name: kwargs.pop(name) for name in SETTINGS & kwargs.keys()}
-    patched = isinstance(model, MultiLoRAModel)
-    if patched and (adapters or settings):
-        raise ValueError(
-            f"pipeline(model=...) must get a model without adapters where it gets adapters or settings, got a "
-            f"MultiLoRAModel and {sorted(settings) or 'adapters'}; use model.load_adapter"
-        )
-    _refuse_names(kwargs, "name adapters in the calls of the pipeline, or with model.set_adapter")
+    refuse_names(kwargs, "name adapters in the calls of the pipeline, or with model.set_adapter")
     make: Any = transformers.pipeline
-    pipe = make(task, model, *args, **kwargs)
-    if not patched:
+    bound = inspect.signature(make).bind(task, model, *args, **kwargs).arguments
+    given: dict[str, Any] = {**bound, **bound.pop("kwargs", {})}
+    if model is None:
+        raise ValueError("pipeline must be given a model: a folder, a Hub id or a loaded model, got None")
+    if isinstance(model, MultiLoRAModel):
+        if adapters or settings:
+            raise ValueError(
+                f"pipeline must get adapters and settings with a model that has none yet, got a MultiLoRAModel and "
+                f"{sorted([*settings, *(['adapters'] if adapters else [])])}; use model.load_adapter"
+            )
+        pipe = make(**given)
+    elif isinstance(model, (str, os.PathLike)):
+        loaded = _load(given, adapters, settings)
+        pipe = make(**{**given, **loaded})
+    else:
+        pipe = make(**given)
         pipe.model = MultiLoRAModel.from_pretrained(pipe.model, adapters, **settings)
-    mixed = _rebuild(pipe.__class__)  # its class cannot be assigned: the layouts differ
+    mixed = rebuild_pipeline(pipe.__class__)  # its class cannot be assigned: the layouts differ
     mixed.__dict__.update(pipe.__dict__)
     return mixed
 
 
-class RowPipeline:
-    """Mixed in front of a pipeline's own class. Keeps nothing between calls."""
+def _load(given: dict[str, Any], adapters: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes what loads a base out of the arguments of `transformers.pipeline`, and returns what stands for it.
 
-    model: Any
-
-    def __call__(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
-        """The pipeline's own call; adapter_names: see `hf_multilora.integrations.pipelines.pipeline`."""
-        _refuse_names(kwargs, "adapter_names is a list with one name per input, or one name for all")
-        call = super().__call__  # type: ignore[misc]
-        first = next(iter(inspect.signature(call).parameters))
-        inputs = args[0] if args else kwargs.get(first)
-        several = isinstance(inputs, list) and bool(inputs) and not is_valid_message(inputs[0])
-        items: Any = inputs if several else [inputs]
-        table = names_adapter(first_row(inputs))
-        if table or any(names_adapter(item) for item in items):
-            if adapter_names is not None:
-                raise named_twice()
-            if table:  # Transformers would take one of the datasets library for a single input
-                inputs = SizedRows(Namer(None, self._id), inputs)
-            else:
-                pairs = [split(item, i) for i, item in enumerate(items)]
-                inputs, adapter_names = [value for value, _ in pairs], [name for _, name in pairs]
-                inputs = inputs if several else inputs[0]
-        if args:
-            args = (inputs, *args[1:])
-        elif first in kwargs:
-            kwargs[first] = inputs
-        if isinstance(adapter_names, str):
-            kwargs[IDS] = self._id(adapter_names)
-        elif adapter_names is not None:
-            kwargs[IDS] = self._runtime().resolve(adapter_names, None)
-        return call(*args, **kwargs)
-
-    def _sanitize_parameters(self, adapter_ids: int | list[int] | None = None, **kwargs: Any) -> Any:
-        preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)  # type: ignore[misc]
-        return preprocess if adapter_ids is None else {**preprocess, IDS: adapter_ids}, forward, postprocess
-
-    def run_single(self, inputs: Any, preprocess_params: Mapping[str, Any], *params: Any) -> Any:
-        rest, namer = self._namer(preprocess_params)
-        (row,) = namer.rows([inputs])
-        return super().run_single(row, rest, *params)  # type: ignore[misc]
-
-    def get_iterator(
-        self, inputs: Any, num_workers: int, batch_size: int, preprocess_params: Mapping[str, Any], *params: Any
-    ) -> Any:
-        rest, namer = self._namer(preprocess_params)
-        return super().get_iterator(namer.rows(inputs), num_workers, batch_size, rest, *params)  # type: ignore[misc]
-
-    def preprocess(self, inputs: Any, *args: Any, **params: Any) -> Any:
-        if names_adapter(inputs):
-            raise ValueError(f"{SOME}, got one that does, {sorted(inputs)}, after one that does not")
-        value = inputs.value if isinstance(inputs, Row) else inputs
-        made = super().preprocess(value, *args, **params)  # type: ignore[misc]
-        if not isinstance(inputs, Row):
-            return made
-        attach = functools.partial(_attach, adapter_id=inputs.adapter_id)
-        return map(attach, made) if isinstance(made, Iterator) else attach(made)
-
-    def forward(self, model_inputs: Any, **params: Any) -> Any:
-        runtime = self._runtime()
-        ids = model_inputs.pop(IDS, None)
-        kind = type(self).__bases__[1]
-        if ids is None and not _any_of(kind, LABELLED):
-            return super().forward(model_inputs, **params)  # type: ignore[misc]
-        if ids is None:
-            with runtime.lock:  # the rows' labels must be those of what answers
-                outputs = super().forward(model_inputs, **params)  # type: ignore[misc]
-                ids = _standing(runtime, outputs)
-        elif kind.__name__ in ONE_CALL and kind.__module__.startswith("transformers."):
-            seen = self._copy(_Seen(self.model, ids=ids))
-            outputs = super(RowPipeline, seen).forward(model_inputs, **params)  # type: ignore[misc]
-        else:
-            with runtime.request(runtime.resolve(None, ids) or []):
-                outputs = super().forward(model_inputs, **params)  # type: ignore[misc]
-        if ids is not None:
-            if not isinstance(outputs, MutableMapping):
-                raise TypeError(
-                    f"a pipeline's outputs must be named to be split into rows, got a {type(outputs).__name__}; set "
-                    f"model.config.return_dict = True"
-                )
-            outputs[IDS] = ids
-        return outputs
-
-    def postprocess(self, model_outputs: Any, *args: Any, **params: Any) -> Any:
-        chunks = model_outputs if isinstance(model_outputs, list) else [model_outputs]
-        ids = [_take(chunk) for chunk in chunks if isinstance(chunk, Mapping)]
-        if not ids or ids[0] is None or not _any_of(type(self), LABELLED):
-            return super().postprocess(model_outputs, *args, **params)  # type: ignore[misc]
-        labels = self._labels(ids[0])
-        for chunk in chunks:
-            chunk["logits"] = chunk["logits"][..., : len(labels)]
-        seen = self._copy(_Seen(self.model, config=_with_labels(self.model.config, labels)))
-        return super(RowPipeline, seen).postprocess(model_outputs, *args, **params)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle through the pipeline's own class: the mixed class has no import path of its own."""
-        return _rebuild, (type(self).__bases__[1],), self.__dict__
-
-    # -- helpers ---------------------------------------------------------------------------------------------
-    def _runtime(self) -> Runtime:
-        if not isinstance(self.model, MultiLoRAModel):
-            raise TypeError(f"the pipeline's model must be a MultiLoRAModel, got a {type(self.model).__name__}")
-        return self.model._multilora
-
-    def _id(self, name: str | None) -> int:
-        ids = self._runtime().resolve([name], None)
-        assert ids is not None
-        return ids[0]
-
-    def _namer(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], Namer]:
-        """The parameters of `preprocess`, and what gives its inputs their ids."""
-        return {key: value for key, value in params.items() if key != IDS}, Namer(params.get(IDS), self._id)
-
-    def _labels(self, adapter_id: int) -> Mapping[int, str]:
-        name = self._runtime().store.catalogue.by_id(adapter_id).name if adapter_id else None
-        own = getattr(self.model, "id2label", None)  # TODO(issue 4)
-        return self.model.config.id2label if own is None else own(name)
-
-    def _copy(self, model: Any) -> Any:
-        """This pipeline with something else for its model; threads that share the pipeline do not see it."""
-        seen = object.__new__(type(self))
-        seen.__dict__.update(self.__dict__, model=model)
-        return seen
-
-
-class _Seen:
-    """What a copy of a pipeline sees for its model: the model, called with these ids, or with another config."""
-
-    def __init__(self, model: Any, ids: torch.Tensor | None = None, config: Any = None) -> None:
-        self._model, self._ids, self.config = model, ids, model.config if config is None else config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, adapter_ids=self._ids, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.generate(*args, adapter_ids=self._ids, **kwargs)
-
-
-@functools.cache
-def mix_pipeline(base: type) -> type:
-    """RowPipeline + a pipeline's class, under the name and module of the latter."""
-    body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (RowPipeline, base), body)
-
-
-def _rebuild(base: type) -> Any:
-    mixed: Any = mix_pipeline(base)
-    return mixed.__new__(mixed)
-
-
-def _refuse_names(kwargs: Mapping[str, Any], remedy: str) -> None:
-    """Raises TypeError for what a pipeline would hand to its tokenizer, or drop, and the rows get the base."""
-    wrong = sorted(kwargs.keys() & {*TYPOS, "adapter_names", IDS})
-    if wrong:
-        raise TypeError(f"a pipeline takes its adapters as adapter_names, got {wrong}; {remedy}")
-
-
-def _attach(made: Any, adapter_id: int) -> Any:
-    made[IDS] = torch.tensor([adapter_id])
-    return made
-
-
-def _take(outputs: Any) -> int | None:
-    """The id of one row's outputs, taken out of them where the pipeline would show it."""
-    ids = outputs.get(IDS) if isinstance(outputs, ModelOutput) else outputs.pop(IDS, None)
-    return None if ids is None else int(ids[0])
-
-
-def _standing(runtime: Runtime, outputs: Any) -> torch.Tensor | None:
-    """Ids [rows] of a call that named none: those of the open block, else of the default; None: the base."""
-    if runtime.routing.open:
-        seated = {slot: adapter_id for adapter_id, slot in runtime.store.slots.items()}
-        return torch.tensor([seated.get(slot, 0) for slot in runtime.routing.stack[-1].slots])
-    if runtime.default is None:
-        return None
-    return torch.full((len(outputs["logits"]),), runtime.store.catalogue.entry(runtime.default).id)
-
-
-def _with_labels(config: Any, labels: Mapping[int, str]) -> Any:
-    """The config with an adapter's labels. The base's problem is taken for the adapter's too, but for a regression of
-    another width: Transformers sets that by itself where a base of one label is given labels."""
-    if labels == config.id2label:
-        return config
-    own = copy.copy(config)
-    own.id2label, own.label2id = dict(labels), {label: i for i, label in labels.items()}
-    if config.problem_type == "regression" and config.num_labels != len(labels):
-        own.problem_type = None
-    return own
-
-
-def _any_of(cls: type, names: Set[str]) -> bool:
-    return any(base.__name__ in names for base in cls.__mro__)
+    MultiLoRAModel.from_pretrained loads the base, since it knows whether the checkpoint has the task's head.
+    """
+    base = os.fspath(given.pop("model"))
+    given["task"] = task = given.get("task") or get_task(base, given.get("token"))
+    _, found, _ = check_task(task)
+    kind = given.get("pipeline_class") or found["impl"]
+    kind = resolve_name(kind) if isinstance(kind, str) else kind
+    where = {name: given[name] for name in WHERE if given.get(name) is not None}
+    how = {name: given.pop(name) for name in HOW if name in given}
+    loading = {"dtype": "auto", **where, **how, **(given.get("model_kwargs") or {})}
+    if isinstance(loading.get("config"), str):
+        loading["config"] = AutoConfig.from_pretrained(loading["config"], **where)
+    config = loading.get("config") or AutoConfig.from_pretrained(base, **where)
+    auto_class = next((c for c in found["pt"] if type(config) in c._model_mapping), None)
+    model = MultiLoRAModel.from_pretrained(base, adapters, auto_class=auto_class, **settings, **loading)
+    parts = [part for part in PARTS if given.get(part) is None and getattr(kind, f"_load_{part}") is not False]
+    return {"model": model, **dict.fromkeys(parts, base)}

@@ -144,7 +144,7 @@ def test_datasets_and_generators_stream(served: Get) -> None:
     assert len(answers) == 3  # batches
     case.check(list(answers))
     asked = []
-    lazy = pipe_of(case)((asked.append(i) or row for i, row in enumerate(named("text"))), batch_size=2)  # type: ignore[func-returns-value]
+    lazy = iter(pipe_of(case)((asked.append(i) or row for i, row in enumerate(named("text"))), batch_size=2))  # type: ignore[func-returns-value]
     assert len(asked) <= 1 and next(lazy) and len(asked) < len(TEXTS)
 
 
