@@ -175,7 +175,7 @@ def _shape(module: nn.Module) -> ModuleShape:
             refused = "router gates are not supported yet"
         return ModuleShape("linear", module.in_features, module.out_features, refused, weight=plain, bias=bias)
     if kind in LINEAR_NAMES and isinstance(weight, Tensor) and weight.dim() == 2:
-        return ModuleShape("linear", weight.shape[0], weight.shape[1], bias=bias)
+        return ModuleShape("linear", weight.shape[0], weight.shape[1], bias=bias, transposed=True)
     if isinstance(module, nn.Embedding):
         own = next(c for c in type(module).__mro__ if "forward" in c.__dict__)
         refused = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from peft import PeftModel
 from torch._dynamo.testing import CompileCounter
 
 from hf_multilora import MultiLoRAModel, RoutingError
+from hf_multilora.layers import saved
 from tests.heads import VOCAB, Heads, Made, bert, ids, labels, llama, roberta, vocabulary
 from tests.test_heads import assert_rows
 
@@ -117,6 +119,21 @@ def test_what_is_saved_in_full_keeps_the_dtype_of_the_base(scores: Heads) -> Non
     assert model.score._saved.a.dtype == torch.float32 and model.model.layers[0].self_attn.q_proj._lora.a.dtype == (
         torch.float64
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("family", ["scores", "words"])
+def test_one_product_per_adapter(
+    family: str, backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one with the rows of all slots would be too large, as with vocabularies."""
+    monkeypatch.setattr(saved, "DENSE_WORK", 0)
+    heads = request.getfixturevalue(family)
+    if backend == "triton" and not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("Triton runs on CPU tensors in its interpreter only")
+    model = heads.model(backend=backend)
+    check(heads, model)
+    check(heads, model, ["wide", "a", "a", "wide"])
 
 
 def test_a_failed_load_leaves_no_site(scores: Heads, tmp_path: Path) -> None:

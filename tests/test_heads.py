@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from tests.heads import Heads, Made, bert, gemma, ids, labels, llama, roberta, vocabulary
+from tests.heads import Heads, Made, bert, convnext, gemma, gpt2, ids, inputs_of, labels, llama, roberta, vocabulary
 
 LORA = Made({})
 SEQ = {"task_type": "SEQ_CLS"}
@@ -47,6 +47,16 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Made], str]] = {
         lambda: bert(tf.BertForQuestionAnswering),
         {"a": Made({"task_type": "QUESTION_ANS"}), "plain": LORA},
         "start_logits",
+    ),
+    "Conv1D": (
+        gpt2,
+        {"a": Made({"modules_to_save": ["c_fc", "ln_1"]} | SEQ), "b": Made(SEQ, labels("score", 5)), "plain": LORA},
+        "logits",
+    ),
+    "convolutions": (
+        convnext,
+        {"a": Made({"modules_to_save": ["dwconv", "classifier", "patch_embeddings"]}), "plain": LORA},
+        "logits",
     ),
     "norms": (
         lambda: llama(tf.LlamaForCausalLM),
@@ -97,6 +107,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Heads(build(), tmp_path_factory.mktemp("adapters"), adapters), key
 
 
+def rows_of(inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    n = next(iter(inputs.values())).shape[0]
+    return [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(n)]
+
+
 def unpadded(logits: Tensor, width: int) -> Tensor:
     """A row's own logits; what follows must be the fill."""
     assert bool((logits[..., width:] == -torch.inf).all())
@@ -117,26 +132,28 @@ def test_mixed_rows_equal_each_adapter_alone(case: tuple[Heads, str], order: int
     known = [name for name in heads.alone if name is not None]
     model = heads.model(*known[::order], max_loras=slots)
     names: list[str | None] = [*known, None, *known[::-1]]
-    inputs = ids(1).repeat(len(names), 1)  # the same tokens in every row: rows differ by their adapters only
-    rows = [{"input_ids": row[None]} for row in inputs]
+    same = {k: v.repeat(len(names), *[1] * (v.dim() - 1)) for k, v in inputs_of(heads.base, 1).items()}
+    rows = rows_of(same)  # all alike: they differ by their adapters only
     want = heads.truth(rows, names, key)
-    got = model(input_ids=inputs, adapter_names=names)
+    got = model(**same, adapter_names=names)
     assert_rows(got[key], want)
     with pytest.raises(AssertionError):
         assert_rows(list(got[key].roll(-1, 0)), want)
     for name in heads.alone:  # one adapter for all rows is another way through the layers
-        one = model(input_ids=inputs[:2], adapter_names=[name] * 2)[key]
+        one = model(**{k: v[:2] for k, v in same.items()}, adapter_names=[name] * 2)[key]
         alone = heads.truth(rows[:2], [name] * 2, key)
         assert_rows(one, alone)
         assert one.shape[-1] == alone[0].shape[-1], "without others there is nothing to pad for"
     for name in known:
-        report = model.verify(name)
+        report = model.verify(name, None if "input_ids" in same else {k: v[:2] for k, v in same.items()})
         assert report and report.effect > 10 * report.tolerance, str(report)
 
 
 @torch.no_grad()
 def test_left_and_right_padding(case: tuple[Heads, str]) -> None:
     heads, key = case
+    if heads.base.main_input_name != "input_ids":
+        return  # nothing to pad
     model, names = heads.model(), [*heads.alone, *heads.alone]
     rows = [{"input_ids": ids(1, 3 + i % 4, seed=i)} for i in range(len(names))]
     want = heads.truth(rows, names, key)
@@ -159,15 +176,17 @@ def test_left_and_right_padding(case: tuple[Heads, str]) -> None:
 @torch.no_grad()
 def test_deleted_and_loaded_again(case: tuple[Heads, str]) -> None:
     heads, key = case
-    model, inputs = heads.model(max_loras=1), ids(2)
-    names = [name for name in heads.alone if name is not None]
+    model, inputs = heads.model(max_loras=1), inputs_of(heads.base, 2)
+    names, rows = [name for name in heads.alone if name is not None], rows_of(inputs)
+
+    def check(*mix: str | None) -> None:
+        assert_rows(model(**inputs, adapter_names=list(mix))[key], heads.truth(rows, mix, key))
+
     for name in [*names, *names[::-1]]:
-        got = model(input_ids=inputs, adapter_names=[name, None])[key]
-        assert_rows(got, heads.truth([{"input_ids": row[None]} for row in inputs], [name, None], key))
+        check(name, None)
     model.delete_adapter(names[0])
     model.load_adapter(str(heads.folder / names[0]), names[0])
-    got = model(input_ids=inputs, adapter_names=[None, names[0]])[key]
-    assert_rows(got, heads.truth([{"input_ids": row[None]} for row in inputs], [None, names[0]], key))
+    check(None, names[0])
     base = model.unpatch()
     assert not [name for name, module in base.named_modules() if {"_saved", "_lora", "_tokens"} & vars(module).keys()]
-    assert_rows(base(input_ids=inputs)[key], heads.truth([{"input_ids": row[None]} for row in inputs], [None] * 2, key))
+    assert_rows(base(**inputs)[key], heads.truth(rows, [None] * 2, key))
