@@ -155,10 +155,12 @@ class _Reader:
         """The sites other than those of LoRA; `lora`: the modules of these."""
         full: dict[str, dict[str, ParsedKey]] = {}
         copies: dict[str, dict[str, ParsedKey]] = {}
+        marked = {p.module for p in parsed if p.role == SAVED}
         for p in parsed:
-            if p.role not in ("saved", "copy"):
+            if p.role not in (SAVED, "copy"):
                 continue
-            in_full = p.role == "saved" or (not p.original and self._settings.saves_in_full(p.module))
+            in_full = p.module in marked or self._settings.saves_in_full(p.module)
+            in_full = in_full and not p.original
             first = (full if in_full else copies).setdefault(p.module, {}).setdefault(p.parameter, p)
             # PEFT may write one tensor under both of its names
             if first is not p and not torch.equal(self._tensors[first.key], self._tensors[p.key]):

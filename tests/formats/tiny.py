@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,18 +212,19 @@ def served(model: Any, adapter: Adapter) -> Any:
 
 
 @torch.no_grad()
-def outputs(model: Any) -> torch.Tensor:
-    """The logits of a fixed batch."""
-    ids = torch.tensor([[5, 9, 1, 20, 6, 30], [7, 2, 3, 39, 8, 4]])
+def outputs(model: Any, more_ids: Sequence[int] = ()) -> torch.Tensor:
+    """The logits of a fixed batch, `more_ids` at the end of each row."""
+    ids = torch.tensor([[5, 9, 1, 20, 6, 30, *more_ids], [7, 2, 3, 39, 8, 4, *more_ids]])
     more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     out = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
     return out.logits if "logits" in out else out.start_logits
 
 
-def assert_served(make: Callable[[], Any], adapter: Adapter, peft_model: Any) -> None:
+def assert_served(make: Callable[[], Any], adapter: Adapter, peft_model: Any, more_ids: Sequence[int] = ()) -> None:
     """The base with the adapter's sites gives PEFT's logits, and without them others."""
+    expected = outputs(peft_model, more_ids)
+    torch.testing.assert_close(outputs(served(twin(make), adapter), more_ids), expected, rtol=1e-5, atol=1e-5)
     expected = outputs(peft_model)
-    torch.testing.assert_close(outputs(served(twin(make), adapter)), expected, rtol=1e-5, atol=1e-5)
     bare = outputs(twin(make))
     assert bare.shape != expected.shape or not torch.allclose(bare, expected, rtol=1e-3, atol=1e-3)
 
