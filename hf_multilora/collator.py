@@ -22,15 +22,16 @@ class MultiLoRACollator:
     """Tokenizes and pads rows and attaches one adapter id per row.
 
     A row is a mapping with "adapter" (a name, or None / "__base__") or "adapter_ids" (an id, 0 for the base), and with
-    either "text" (str), "messages" (chat turns, through the tokenizer's chat template) or tokenized fields
-    ("input_ids", ...). "label" or "labels", a number or one per token of the row (padded with -100), comes along; other
-    fields are left out.
+    either "text" (str, and "text_pair" beside it where the model reads pairs), "messages" (chat turns, through the
+    tokenizer's chat template) or tokenized fields ("input_ids", ...). "label" or "labels" comes along: a number, or one
+    per token of the row (padded with -100); for an encoder-decoder a target of any length, token ids or a str (padded
+    with -100 on the right; the model makes its decoder inputs from it). Other fields are left out.
 
     Args:
         tokenizer: its own padding side and pad token are used.
         model: a MultiLoRAModel; only a snapshot of its names and ids is kept, so the collator can travel to workers.
             Adapters registered later are unknown to it.
-        tokenize_kwargs: passed to the tokenizer for text and to the chat template.
+        tokenize_kwargs: passed to the tokenizer for texts and targets and to the chat template.
 
     Returns (per call) a Batch of tensors, "adapter_ids" int64 [rows] (0: the base) among them. Raises
     UnknownAdapterError, and ValueError for a row that names no adapter or holds no text or tokens: `Trainer` takes away
@@ -46,6 +47,7 @@ class MultiLoRACollator:
         self.tokenizer = tokenizer
         self.catalogue: Catalogue = runtime.store.catalogue.names_only()
         self.tokenize_kwargs = tokenize_kwargs
+        self.targets = bool(getattr(model.config, "is_encoder_decoder", False))  # labels are sequences of their own
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         ids = [self._id(row) for row in rows]
@@ -78,18 +80,27 @@ class MultiLoRACollator:
         return adapter_id
 
     def _labels(self, labels: Sequence[Any], lengths: Sequence[int]) -> torch.Tensor:
-        """A number per row [rows], or one per token [rows, tokens] with -100 where the batch is padded."""
-        rows = [torch.as_tensor(label) for label in labels if label is not None]
-        if len(rows) == len(labels) and all(row.dim() == 0 for row in rows):
+        """A number per row [rows], or one per token [rows, tokens], or a target per row [rows, longest target]."""
+        rows = [torch.as_tensor(self._target(label)) for label in labels if label is not None]
+        dims, complete = {row.dim() for row in rows}, len(rows) == len(labels)
+        if complete and dims == {0}:
             return torch.stack(rows)
-        if len(rows) < len(labels) or [tuple(row.shape) for row in rows] != [(length,) for length in lengths]:
-            raise ValueError(
-                f"labels must be a number or one per token in every row, got shapes "
-                f"{[tuple(row.shape) for row in rows]} for {len(labels)} rows of {list(lengths)} tokens"
-            )
-        return torch.nn.utils.rnn.pad_sequence(
-            rows, batch_first=True, padding_value=-100, padding_side=self.tokenizer.padding_side
+        shapes = [tuple(row.shape) for row in rows]
+        if complete and dims == {1} and (self.targets or shapes == [(length,) for length in lengths]):
+            side = "right" if self.targets else self.tokenizer.padding_side
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100, padding_side=side)
+        per_token = "a target" if self.targets else "one per token"
+        raise ValueError(
+            f"labels must be a number or {per_token} in every row, got shapes {shapes} for {len(labels)} rows of "
+            f"{list(lengths)} tokens"
         )
+
+    def _target(self, label: Any) -> Any:
+        if not isinstance(label, str):
+            return label
+        if not self.targets:
+            raise TypeError(f"labels must be numbers where the model has no decoder of its own, got {label!r}")
+        return self.tokenizer(text_target=label, **self.tokenize_kwargs)["input_ids"]
 
     def _tokens(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if "input_ids" in row:
@@ -102,5 +113,5 @@ class MultiLoRACollator:
                 )
             )
         if "text" in row:
-            return dict(self.tokenizer(row["text"], **self.tokenize_kwargs))
+            return dict(self.tokenizer(row["text"], row.get("text_pair"), **self.tokenize_kwargs))
         raise ValueError(f'a row must hold "text", "messages" or "input_ids", got {sorted(row)}')

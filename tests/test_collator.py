@@ -14,7 +14,7 @@ import transformers as tf
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import send_to_device
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers import models as token_models
 from torch.utils.data import DataLoader, Dataset
 
@@ -129,6 +129,38 @@ def test_labels_come_along(served: Served, tokenizer: Any) -> None:
     for wrong in ([tokens[0], tokens[1] | {"labels": [8, 9]}], [rows[0], ROWS[1]], [tokens[0], rows[1]]):
         with pytest.raises(ValueError, match="labels must be a number or one per token in every row"):
             collate(wrong)
+
+
+def test_targets_of_an_encoder_decoder_have_any_length(served: Served, tokenizer: Any) -> None:
+    collate = MultiLoRACollator(tokenizer, served("t5")[1])
+    rows = [{"text": "w5", "labels": x, "adapter": "a"} for x in ([5, 6, 7], "w8 w9", torch.tensor([10]))]
+    batch = collate(rows)
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, 9, -100], [10, -100, -100]]
+    assert batch["input_ids"].tolist() == [[5]] * 3 and tokenizer.padding_side == "left"
+    assert collate([row | {"labels": 1} for row in rows])["labels"].tolist() == [1, 1, 1]
+    for wrong in ([rows[0], ROWS[1]], [rows[0], rows[1] | {"labels": 1}], [rows[0], rows[1] | {"labels": [[8]]}]):
+        with pytest.raises(ValueError, match="labels must be a number or a target in every row"):
+            collate(wrong)
+    with pytest.raises(
+        TypeError, match="labels must be numbers where the model has no decoder of its own, got 'w8 w9'"
+    ):
+        MultiLoRACollator(tokenizer, served("llama")[1])(rows)
+
+
+def test_pairs_are_read_as_pairs(served: Served, tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B:1", special_tokens=[("<s>", 1)]
+    )
+    pairs = [("w5 w6", "w7"), ("w8", "w9 w10 w11")]
+    tokenizer.model_input_names = ["input_ids", "attention_mask", "token_type_ids"]
+    collate = MultiLoRACollator(tokenizer, served("bert")[1])
+    batch = collate([{"text": a, "text_pair": b, "adapter": "a"} for a, b in pairs])
+    wanted = tokenizer([a for a, _ in pairs], [b for _, b in pairs], padding=True, return_tensors="pt")
+    assert wanted["token_type_ids"].sum() == 4 and set(batch) == {*wanted, "adapter_ids"}
+    assert all(torch.equal(batch[key], wanted[key]) for key in wanted)
+    alone = collate([{"text": a, "text_pair": None, "adapter": "a"} for a, _ in pairs])
+    assert alone["input_ids"].tolist() == [[1, 5, 6], [PAD, 1, 8]]
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -124,6 +124,8 @@ class RowPipeline:
         if not ids or ids[0] is None or not _any_of(type(self), LABELLED):
             return super().postprocess(model_outputs, *args, **params)  # type: ignore[misc]
         labels = self._labels(ids[0])
+        if isinstance(params.get("top_k"), int):  # audio: not more than the base has labels, by its own rule
+            params["top_k"] = min(params["top_k"], len(labels))
         for chunk in chunks:
             chunk["logits"] = chunk["logits"][..., : len(labels)]
         seen = self._copy(_Seen(self.model, config=_with_labels(self.model.config, labels)))

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from transformers.pipelines.pt_utils import KeyDataset
 
 from hf_multilora import CapacityError, MultiLoRAModel, RoutingError, UnknownAdapterError
 from hf_multilora.integrations.pipelines import pipeline
-from tests.integrations.pipes import CASES, CHATS, GREEDY, NAMES, TEXTS, Served, close, tokenizer
+from tests import tiny
+from tests.integrations.pipes import CASES, CHATS, GREEDY, LLAMA, NAMES, TEXTS, Served, close, tokenizer
 
 Get = Callable[[str], Served]
 
@@ -188,6 +190,33 @@ def test_default_and_block(served: Get, name: str, ours: bool) -> None:
         case.check(pipe(inputs, batch_size=2, adapter_names="__base__", **params), [None] * len(NAMES))
     model.set_adapter(None)
     case.check(pipe(inputs, batch_size=2, **params), [None] * len(NAMES))
+
+
+# -- pipelines that are not known to call the model once --------------------------------------------------------------
+def sounds() -> Any:
+    config = tf.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20, conv_dim=(8, 8),
+        conv_kernel=(4, 4), conv_stride=(4, 4), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, classifier_proj_size=8, num_labels=3, initializer_range=0.3,
+    )  # fmt: skip
+    return tf.Wav2Vec2ForSequenceClassification(config).eval()
+
+
+def test_other_pipelines_run_in_a_request(tmp_path: Path) -> None:
+    family = tiny.Family(sounds(), tmp_path, {name: {"targets": LLAMA[:2]} for name in "abc"})
+    inputs = [0.5 * torch.randn(400, generator=torch.Generator().manual_seed(i)).numpy() for i in range(5)]
+    parts: Any = {"feature_extractor": tf.Wav2Vec2FeatureExtractor(), "device": "cpu"}
+    pipe = pipeline("audio-classification", model=family.model(max_loras=3), **parts)
+    models = {n: family.base if n is None else tiny.merged(family.base, family.paths[n]) for n in NAMES}
+    plain = {n: tf.pipeline("audio-classification", model=model, **parts) for n, model in models.items()}
+    for batch_size in (1, 2, 5):
+        got = pipe(inputs, adapter_names=NAMES, batch_size=batch_size)
+        for i, name in enumerate(NAMES):
+            assert close(got[i], plain[name](inputs[i])) and not close(got[i], plain[NAMES[i - 1]](inputs[i]))
+    narrow = pipeline("audio-classification", model=family.model(max_loras=2), **parts)
+    with pytest.raises(CapacityError, match=r"3 distinct adapters must fit in 2 .*raise max_loras to 3"):
+        narrow(inputs, adapter_names=NAMES, batch_size=5)
+    assert close(narrow(inputs, adapter_names=NAMES, batch_size=2), got)
 
 
 # -- more adapters than slots ----------------------------------------------------------------------------------------
