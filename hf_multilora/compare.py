@@ -49,6 +49,10 @@ class Comparison:
     def __str__(self) -> str:
         return text_table(*self._table(), shutil.get_terminal_size().columns)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows as text."""
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         return html_table(*self._table())
 

@@ -68,6 +68,10 @@ class MemoryReport:
     def _host(self) -> str:
         return f"{mib(self.host_bytes)} MiB in {self.host_adapters} adapters ({mib(self.host_pinned_bytes)} pinned)"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows as text."""
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         """A bar per kind of module: the rank rows that each slot's adapter owns, and what is free."""
         tenants = {slot: name for slot, name in enumerate(self.slots) if name is not None}
