@@ -373,8 +373,10 @@ def test_copies_of_base_weights_are_compared_where_there_are_weights(made: Any, 
     base, folder, _ = made("llama")
     path = save_adapter(base, tmp_path / "a", targets=["q_proj"])
     tensors = load_file(path / "adapter_model.safetensors")
-    for held, loads in ((base.lm_head.weight.detach(), True), (base.lm_head.weight.detach() + 1, False)):
-        save_file(tensors | {"base_model.model.lm_head.weight": held.clone()}, path / "adapter_model.safetensors")
+    own = base.model.layers[0].mlp.up_proj.weight.detach()
+    for held, loads in ((own, True), (own + 1, False)):
+        copied = {"base_model.model.model.layers.0.mlp.up_proj.weight": held.clone()}
+        save_file(tensors | copied, path / "adapter_model.safetensors")
         assert MultiLoRAModel.plan(folder, [str(path)]).device_bytes > 0
         if loads:
             assert MultiLoRAModel.plan(base, [str(path)]) == MultiLoRAModel.plan(folder, [str(path)])

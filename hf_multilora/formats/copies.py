@@ -71,7 +71,7 @@ def _overwritten(
 
 def _differs(reading: Reading, p: ParsedKey, module: str) -> bool:
     shape, tensor = reading.modules[module], reading.tensors[p.key]
-    if reading.by_shape:
+    if reading.by_shape and shape.kind != "other" and (p.parameter == "weight" or shape.bias is not None):
         return saved_shape(shape, p.parameter) != tuple(tensor.shape)
     own = own_value(shape, p.parameter)
     return own is None or own.shape != tensor.shape or not same_values(tensor, own)
