@@ -17,7 +17,8 @@ from torch.func import functional_call
 
 from hf_multilora import MultiLoRAModel
 from hf_multilora.host import HostAdapter
-from hf_multilora.layers.slots import VIEWS, ModuleSlots
+from hf_multilora.layers import ModuleSlots
+from hf_multilora.layers.rows import VIEWS
 from hf_multilora.pool import Layout, RowTables
 from hf_multilora.staging import Staging
 from tests.test_residency import assert_clean, sites
