@@ -1,7 +1,7 @@
 """What is mixed in front of a pipeline's class, so that its calls take one adapter per input.
 
 An input's adapter id travels beside its tensors: `preprocess` attaches it as int64 [1], batches concatenate it to
-[rows], `forward` routes with it, and the outputs carry it to `postprocess`, where it says whose labels the row has.
+[rows], and `forward` routes with it. A classifier's outputs carry the labels of each row's adapter to `postprocess`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
-from transformers.utils import ModelOutput
 from transformers.utils.chat_template_utils import is_valid_message
 
 from ..calls import TYPOS
@@ -21,7 +20,8 @@ from ..model import MultiLoRAModel
 from ..runtime import Runtime
 from .pipeline_rows import SOME, Namer, Row, SizedRows, first_row, named_twice, names_adapter, split
 
-IDS = "adapter_ids"  # among a pipeline's parameters, inputs and outputs; in the latter int64 [rows], 0 for the base
+IDS = "adapter_ids"  # among a pipeline's parameters, and its inputs: int64 [rows], 0 for the base
+LABELS = "adapter_labels"  # among a classifier's outputs: id -> name, one for each row
 # Pipelines whose _forward calls the model, or its generate, once and with the rows of its inputs: the ids go with that
 # call, which may then run in passes. All others run inside a request for the ids of their batch.
 ONE_CALL = frozenset({
@@ -96,34 +96,39 @@ class RowPipeline:
     def forward(self, model_inputs: Any, **params: Any) -> Any:
         runtime = self._runtime()
         ids = model_inputs.pop(IDS, None)
-        kind = type(self).__bases__[1]
-        if ids is None and not _any_of(kind, LABELLED):
-            return super().forward(model_inputs, **params)  # type: ignore[misc]
-        if ids is None:
-            with runtime.lock:  # the rows' labels must be those of what answers
-                outputs = super().forward(model_inputs, **params)  # type: ignore[misc]
-                ids = _standing(runtime, outputs)
-        elif kind.__name__ in ONE_CALL and kind.__module__.startswith("transformers."):
-            seen = self._copy(_Seen(self.model, ids=ids))
-            outputs = super(RowPipeline, seen).forward(model_inputs, **params)  # type: ignore[misc]
-        else:
-            with runtime.request(runtime.resolve(None, ids) or []):
-                outputs = super().forward(model_inputs, **params)  # type: ignore[misc]
-        if ids is not None:
-            if not isinstance(outputs, MutableMapping):
-                raise TypeError(
-                    f"a pipeline's outputs must be named to be split into rows, got a {type(outputs).__name__}; set "
-                    f"model.config.return_dict = True"
-                )
-            outputs[IDS] = ids
+        if not _any_of(type(self), LABELLED):
+            return self._forward_rows(model_inputs, ids, params)
+        with runtime.lock:  # the labels must be those of what answers
+            outputs = self._forward_rows(model_inputs, ids, params)
+            rows = _standing(runtime, outputs) if ids is None else ids.tolist()
+            if rows is not None:
+                names = {i: runtime.store.catalogue.by_id(i).name if i else None for i in rows}
+                labels = {i: self.model.id2label(name) for i, name in names.items()}
+                if not isinstance(outputs, MutableMapping):
+                    raise TypeError(
+                        f"a classifier's outputs must be named, got a {type(outputs).__name__}; set "
+                        f"model.config.return_dict = True"
+                    )
+                outputs[LABELS] = [labels[i] for i in rows]
         return outputs
+
+    def _forward_rows(self, model_inputs: Any, ids: torch.Tensor | None, params: Mapping[str, Any]) -> Any:
+        kind = type(self).__bases__[1]
+        if ids is None:
+            return super().forward(model_inputs, **params)  # type: ignore[misc]
+        if kind.__name__ in ONE_CALL and kind.__module__.startswith("transformers."):
+            seen = self._copy(_Seen(self.model, ids=ids))
+            return super(RowPipeline, seen).forward(model_inputs, **params)  # type: ignore[misc]
+        runtime = self._runtime()
+        with runtime.request(runtime.resolve(None, ids) or []):
+            return super().forward(model_inputs, **params)  # type: ignore[misc]
 
     def postprocess(self, model_outputs: Any, *args: Any, **params: Any) -> Any:
         chunks = model_outputs if isinstance(model_outputs, list) else [model_outputs]
-        ids = [_take(chunk) for chunk in chunks if isinstance(chunk, Mapping)]
-        if not ids or ids[0] is None or not _any_of(type(self), LABELLED):
+        labels = next((chunk[LABELS] for chunk in chunks if isinstance(chunk, Mapping) and LABELS in chunk), None)
+        if labels is None:
             return super().postprocess(model_outputs, *args, **params)  # type: ignore[misc]
-        labels = self._labels(ids[0])
+        (labels,) = labels if isinstance(labels, list) else [labels]  # a list where batch_size is 1
         if isinstance(params.get("top_k"), int):  # audio: not more than the base has labels, by its own rule
             params["top_k"] = min(params["top_k"], len(labels))
         for chunk in chunks:
@@ -149,10 +154,6 @@ class RowPipeline:
     def _namer(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], Namer]:
         """The parameters of `preprocess`, and what gives its inputs their ids."""
         return {key: value for key, value in params.items() if key != IDS}, Namer(params.get(IDS), self._id)
-
-    def _labels(self, adapter_id: int) -> Mapping[int, str]:
-        name = self._runtime().store.catalogue.by_id(adapter_id).name if adapter_id else None
-        return self.model.id2label(name)
 
     def _copy(self, model: Any) -> Any:
         """This pipeline with something else for its model; threads that share the pipeline do not see it."""
@@ -201,20 +202,14 @@ def _attach(made: Any, adapter_id: int) -> Any:
     return made
 
 
-def _take(outputs: Any) -> int | None:
-    """The id of one row's outputs, taken out of them where the pipeline would show it."""
-    ids = outputs.get(IDS) if isinstance(outputs, ModelOutput) else outputs.pop(IDS, None)
-    return None if ids is None else int(ids[0])
-
-
-def _standing(runtime: Runtime, outputs: Any) -> torch.Tensor | None:
-    """Ids [rows] of a call that named none: those of the open block, else of the default; None: the base."""
+def _standing(runtime: Runtime, outputs: Any) -> list[int] | None:
+    """Ids of the rows of a call that named none: those of the open block, else of the default; None: the base."""
     if runtime.routing.open:
         seated = {slot: adapter_id for adapter_id, slot in runtime.store.slots.items()}
-        return torch.tensor([seated.get(slot, 0) for slot in runtime.routing.stack[-1].slots])
+        return [seated.get(slot, 0) for slot in runtime.routing.stack[-1].slots]
     if runtime.default is None:
         return None
-    return torch.full((len(outputs["logits"]),), runtime.store.catalogue.entry(runtime.default).id)
+    return [runtime.store.catalogue.entry(runtime.default).id] * len(outputs["logits"])
 
 
 def _with_labels(config: Any, labels: Mapping[int, str]) -> Any:

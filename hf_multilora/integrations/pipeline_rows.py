@@ -73,22 +73,30 @@ class SizedRows(Dataset[Row]):
 
 
 class StreamedRows:
-    """Inputs that come one after another, as Rows; or as they are where the first of them names no adapter."""
+    """Inputs that come one after another, as Rows; or as they are where the first of them names no adapter.
+
+    A generator that is iterated again goes on where it was (Transformers' iterators start their loaders anew), so its
+    count does, too.
+    """
 
     def __init__(self, namer: Namer, inputs: Any) -> None:
         self.namer, self.inputs = namer, inputs
+        self.count, self.named = 0, False
 
     def __iter__(self) -> Iterator[Any]:
-        ids, count = self.namer.ids, 0
-        named, given = ids is not None, len(ids) if isinstance(ids, list) else None
-        for item in self.inputs:
-            named = named or (count == 0 and names_adapter(item))
-            if count == given:
+        source, ids = iter(self.inputs), self.namer.ids
+        given = len(ids) if isinstance(ids, list) else None
+        if source is not self.inputs:
+            self.count = 0
+        for item in source:
+            if self.count == 0:
+                self.named = ids is not None or names_adapter(item)
+            if self.count == given:
                 raise miscounted(given, f"more than {given}")
-            yield self.namer.row(item, count) if named else item
-            count += 1
-        if given is not None and count < given:
-            raise miscounted(given, count)
+            self.count += 1
+            yield self.namer.row(item, self.count - 1) if self.named else item
+        if given is not None and self.count < given:
+            raise miscounted(given, self.count)
 
 
 def names_adapter(item: Any) -> bool:

@@ -20,7 +20,7 @@ from .pipeline_mixin import rebuild_pipeline, refuse_names
 SETTINGS = frozenset(f.name for f in fields(MultiLoRAConfig))
 # Arguments of transformers.pipeline that say how a base is loaded, beside model_kwargs
 WHERE = ("revision", "token", "trust_remote_code", "local_files_only")
-HOW = ("config", "dtype", "device_map")
+HOW = ("config", "dtype", "torch_dtype", "device_map")
 PARTS = ("tokenizer", "feature_extractor", "image_processor", "video_processor", "processor")
 
 
@@ -86,7 +86,7 @@ def _load(given: dict[str, Any], adapters: Any, settings: Mapping[str, Any]) -> 
     kind = resolve_name(kind) if isinstance(kind, str) else kind
     where = {name: given[name] for name in WHERE if given.get(name) is not None}
     how = {name: given.pop(name) for name in HOW if name in given}
-    loading = {"dtype": "auto", **where, **how, **(given.get("model_kwargs") or {})}
+    loading = {**where, **how, **(given.get("model_kwargs") or {})}
     if isinstance(loading.get("config"), str):
         loading["config"] = AutoConfig.from_pretrained(loading["config"], **where)
     config = loading.get("config") or AutoConfig.from_pretrained(base, **where)

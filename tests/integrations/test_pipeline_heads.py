@@ -153,6 +153,21 @@ def test_labels_of_the_default_and_of_a_block(served: Any, name: str) -> None:
             case.check(pipe(TEXTS, batch_size=5, **params), case.names)
 
 
+def test_adapters_that_change_while_their_answers_are_read(served: Any) -> None:
+    """A batch was computed before its first answer is read: what follows must not see other labels."""
+    case = served("all scores")
+    pipe = case.pipe()
+    answers = iter(pipe((t for t in TEXTS), adapter_names=case.names, batch_size=5, top_k=None))
+    got = [next(answers)]
+    for name in ("two", "one"):
+        pipe.model.load_adapter(str(case.heads.folder / "five"), name, load_inplace=True)
+    pipe.model.delete_adapter("five")
+    got += [next(answers) for _ in range(4)]
+    case.check(got, case.names)
+    again = pipe(TEXTS, adapter_names="two", top_k=None)
+    case.check(again, ["five"] * 5)
+
+
 def test_a_regression_base_is_no_reason_to_show_logits(served: Any) -> None:
     """Transformers says so of a base of one label once it was given labels; adapters of several are no regressions."""
     case = served("all scores")
