@@ -22,7 +22,7 @@ def adapters_of(
     """One adapter per row, None where the call names none, all checked before any work.
 
     Raises UnknownAdapterError, TypeError for names that are no list, ValueError for both arguments at once,
-    RoutingError for another number of names than rows and inside an `adapters()` block.
+    RoutingError for another number of names than rows, for rows without a head, and inside an `adapters()` block.
     """
     if adapter_names is not None and adapter_name is not None:
         raise ValueError(
@@ -43,7 +43,7 @@ def adapters_of(
                 f"{caller} sorts and batches its {unit}s, so it must not run inside an adapters() block, whose rows "
                 f"are those of one call of the model: pass adapter_names to {caller}"
             )
-        runtime.resolve(names, None)
+        runtime.require_heads(runtime.resolve([runtime.default] if names is None else names, None))
     if names is None:
         return None
     if adapter_name is not None:

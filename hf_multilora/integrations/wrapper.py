@@ -68,6 +68,8 @@ class Adapted(BaseModel):
             lora_dtype=lora_dtype, target_modules=target_modules, lora_backend=lora_backend,
             deterministic=deterministic,
         )  # fmt: skip
+        if model_name_or_path is not None:
+            self._lora_model._multilora.fresh = _fresh(self[0])
 
     @classmethod
     def from_pretrained(cls, base: Any, adapters: Sequence[str] | Mapping[str, str] = (), **settings: Any) -> Any:
@@ -215,3 +217,15 @@ def _adaptable(model: Any) -> Any:
             f"inputs must go through the model's forward, which routes their rows, some go through others: {other}"
         )
     return model[0].model
+
+
+def _fresh(transformer: Any) -> frozenset[str]:
+    """Modules of a model just loaded that hold random values, as the checkpoint is an encoder's without a classifier:
+    rows whose adapter brings none are refused.
+    """
+    model, suffix = transformer.model, "ForSequenceClassification"
+    made_of = model.config.architectures
+    if transformer.transformer_task != "sequence-classification" or not made_of or made_of[0].endswith(suffix):
+        return frozenset()
+    outside = (name for name, _ in model.named_modules() if name.split(".")[0] not in ("", model.base_model_prefix))
+    return frozenset(outside)

@@ -317,6 +317,20 @@ def test_a_failed_load_changes_nothing(one: Bed, tmp_path: Path) -> None:
     assert not isinstance(plain.model, MultiLoRAModel) and np.array_equal(plain.predict(PAIRS), before)
 
 
+def test_an_encoder_without_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets a random one, which no row may see."""
+    made = bed(tmp_path, num_labels=1, heads={"a": 3, "b": 1})
+    chosen = {name: made.paths[name] for name in "abc"}
+    model = MultiLoRACrossEncoder(made.save(made.base.bert, "encoder"), adapters=chosen, device="cpu")
+    names = ["a", "b", "b", "a", "b"]
+    for g, w in zip(model.predict(PAIRS, adapter_names=names), truth(made, names), strict=True):
+        assert g.shape == w.shape and abs(g - w).max() < 1e-5
+    monkeypatch.setattr(model[0], "preprocess", lambda *args, **kwargs: pytest.fail("work was done"))
+    for call in ({}, {"adapter_names": ["a", None, "b", "a", "b"]}, {"adapter_name": "c"}):
+        with pytest.raises(RoutingError, match="must have its classifier from its adapter"):
+            model.predict(PAIRS, **call)
+
+
 class Own(CrossEncoder):
     """Somebody's subclass."""
 
