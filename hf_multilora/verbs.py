@@ -11,6 +11,7 @@ from .inherited import InheritedVerbs
 from .runtime import Reader
 
 if TYPE_CHECKING:
+    from .compare import Comparison
     from .reports import MemoryReport, WarmupReport
     from .verify import VerifyReport
 
@@ -85,6 +86,22 @@ class AdapterVerbs(InheritedVerbs):
         from .heads import split_logits
 
         return split_logits(self._multilora, logits, adapter_names)
+
+    def compare(
+        self, prompts: Any, adapters: Sequence[str | None] | None = None, *, tokenizer: Any,
+        max_new_tokens: int | None = None, batch_size: int = 16, **generate_kwargs: Any,
+    ) -> Comparison:  # fmt: skip
+        """The same prompts with several adapters, in mixed batches: a table, also in notebooks.
+
+        prompts: texts, chats or, for classifiers, pairs of texts; one or a list. adapters: names, None for the base;
+        left out: the base and all. tokenizer: pads on the side that the model needs, whatever its own setting. A model
+        that generates answers with text (greedy, 40 tokens, unless told otherwise), a classifier with label and
+        probability. `rows()` of the result are dicts, as pandas.DataFrame takes them. Raises UnknownAdapterError,
+        ValueError for no prompts or a tokenizer without a pad token, TypeError for arguments that do not fit the model.
+        """
+        from .compare import compare
+
+        return compare(self, prompts, adapters, tokenizer, max_new_tokens, batch_size, generate_kwargs)
 
     def memory_report(self) -> MemoryReport:
         """Bytes that adapters take on the device, per module and in all, and in host memory."""
