@@ -101,7 +101,9 @@ class Served:
         """What that pipeline answers to one input among others."""
         return next(iter(self.plain(name)((x for x in [item]), **({**self.case.params} | params))))
 
-    def check(self, got: Sequence[Any], names: Sequence[str | None] = NAMES, **params: Any) -> None:
+    def check(
+        self, got: Sequence[Any], names: Sequence[str | None] = NAMES, tolerance: float = 1e-4, **params: Any
+    ) -> None:
         """Row i is the answer of adapter i alone, and not that of the next row's."""
         inputs = self.case.inputs[: len(names)]
         assert len(got) == len(names)
@@ -109,14 +111,15 @@ class Served:
             wanted = self.alone(name, item, **params)
             if self.case.task == "feature-extraction":  # [1, tokens, width], padded in a batch
                 answer = [answer[0][: len(wanted[0])]]
-            assert close(answer, wanted), f"{name} must answer {wanted} to {item}, got {answer}"
-            assert name == other or not close(answer, self.alone(other, item, **params)), "the control passes"
+            assert close(answer, wanted, tolerance), f"{name} must answer {wanted} to {item}, got {answer}"
+            control = self.alone(other, item, **params)
+            assert name == other or not close(answer, control, tolerance), "the control passes"
 
 
-def close(got: Any, want: Any) -> bool:
-    """Equal, numbers within 1e-4."""
+def close(got: Any, want: Any, tolerance: float = 1e-4) -> bool:
+    """Equal, but for numbers within a tolerance."""
     if isinstance(want, Mapping):
-        return got.keys() == want.keys() and all(close(got[k], want[k]) for k in want)
+        return got.keys() == want.keys() and all(close(got[k], want[k], tolerance) for k in want)
     if isinstance(want, (list, tuple)):
-        return len(got) == len(want) and all(close(g, w) for g, w in zip(got, want, strict=True))
-    return got == want if isinstance(want, (str, int)) or want is None else abs(float(got) - float(want)) < 1e-4
+        return len(got) == len(want) and all(close(g, w, tolerance) for g, w in zip(got, want, strict=True))
+    return got == want if isinstance(want, (str, int)) or want is None else abs(float(got) - float(want)) < tolerance
