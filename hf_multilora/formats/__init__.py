@@ -13,6 +13,7 @@ from hf_multilora.formats.base import (
 )
 from hf_multilora.formats.config import AUTO_CLASSES
 from hf_multilora.formats.peft import adapter_from_tensors, read_adapter
+from hf_multilora.formats.write import write_adapter
 
 __all__ = [
     "AUTO_CLASSES",
@@ -27,4 +28,5 @@ __all__ = [
     "read_adapter",
     "site_name",
     "split_site",
+    "write_adapter",
 ]
