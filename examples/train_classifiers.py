@@ -81,9 +81,7 @@ def train_embedder(column: str, base: str, steps: int, progress: Progress) -> Pe
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the classifiers and the embedder of the notebook with PEFT.")
-    parser.add_argument(
-        "--adapters-out", type=Path, default=HERE, help="for adapters_classify/ and adapters_embed/"
-    )
+    parser.add_argument("--adapters-out", type=Path, default=HERE, help="for adapters_classify/ and adapters_embed/")
     parser.add_argument("--steps", type=int, default=150, help="batches per adapter (default: %(default)s)")
     args = parser.parse_args()
     if args.steps < 4:

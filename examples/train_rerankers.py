@@ -37,12 +37,15 @@ def candidates(style: str, row: dict[str, str], rows: list[dict[str, str]], orde
 
 
 GRADES = torch.tensor([2, 1, 1, 0, 0])
+STYLE_WEIGHT = 4  # pairs on topic count more: the base knows the topic, not the style
 
 
 def ranking_loss(scores: torch.Tensor) -> torch.Tensor:
-    """Mean of log(1 + exp(s_j - s_i)) over pairs with a higher grade of i; scores float [queries, 5]."""
-    better = GRADES[:, None] > GRADES[None, :]
-    return torch.nn.functional.softplus(scores[:, None, :] - scores[:, :, None])[:, better].mean()
+    """Weighted mean of log(1 + exp(s_j - s_i)) over pairs with a higher grade of i; scores float [queries, 5]."""
+    better = (GRADES[:, None] > GRADES[None, :]).float()
+    weights = torch.where(GRADES[None, :] > 0, STYLE_WEIGHT * better, better)
+    losses = torch.nn.functional.softplus(scores[:, None, :] - scores[:, :, None])
+    return (losses * weights).sum() / (weights.sum() * len(scores))
 
 
 def train(style: str, base: str, steps: int, progress: Progress) -> PeftModel:

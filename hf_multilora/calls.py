@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from . import passes
 from .entry import bind, parameter_names, prompts_of, rows_of, segments
+from .heads import require_base_labels
 from .routing import RoutingError
 from .runtime import Runtime
 
@@ -44,11 +45,13 @@ def forward(
         if rows is None and not runtime.routing.open:
             runtime.rest(seat=True)
             runtime.require_default_whole()
+            require_base_labels(runtime, runtime.in_force(), bind(runtime.parameters, args, kwargs))
             return run(*args, **kwargs)
         if rows is not None and model.training and torch.is_grad_enabled():
             _refuse_checkpointing(model)
         arguments = bind(runtime.parameters, args, kwargs)
         n, tokens = rows_of(arguments, type(model).__name__)
+        require_base_labels(runtime, runtime.in_force() if rows is None else rows, arguments)
         if rows is None:
             runtime.routing.require_own()
             runtime.routing.enter(n, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,3 +42,21 @@ def split_logits(runtime: Runtime, logits: Tensor, names: Sequence[str | None]) 
     base = output_heads(runtime.model)
     widths = {i: _width(runtime, i, base) for i in set(ids)}
     return [row[..., : widths[i]] for row, i in zip(logits, ids, strict=True)]
+
+
+def require_base_labels(runtime: Runtime, ids: Iterable[int], arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError where a call wants a loss and a row's head has another number of outputs than the base's:
+    Transformers would compare labels with logits of another width."""
+    if not any("label" in name and value is not None for name, value in arguments.items()):
+        return
+    base = output_heads(runtime.model)
+    for i in set(ids) - {0}:
+        entry = runtime.store.catalogue.by_id(i)
+        for path, width in base.items():
+            own = entry.ranks.get(site_name(path, SAVED), width)
+            if own != width:
+                raise ValueError(
+                    f"a call with labels must have heads as wide as the base's, {width}, got {own} for adapter "
+                    f"{entry.name!r}; leave the labels out and compute the loss with "
+                    f"hf_multilora.integrations.trainers.row_loss"
+                )

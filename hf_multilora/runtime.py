@@ -176,6 +176,13 @@ class Runtime(Residency):
                     f"has this head"
                 )
 
+    def in_force(self) -> list[int]:
+        """Adapters that rows of a call that names none may get: those of the open request, else the default."""
+        if self.routing.open:
+            slots = self.routing.stack[-1].slots
+            return [i for i, slot in self.store.slots.items() if slot in slots]
+        return [] if self.default is None else [self.store.catalogue.entry(self.default).id]
+
     def require_not_default(self, name: str, verb: str) -> None:
         if name is not None and name == self.default:
             raise AdapterInUseError(

@@ -15,6 +15,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 ADAPTERS = sorted(folder.name for folder in (EXAMPLES / "adapters").iterdir())
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MOST_BYTES = 2_000_000
+RERANKER, EMBEDDER = "cross-encoder/ms-marco-MiniLM-L12-v2", "sentence-transformers/all-MiniLM-L6-v2"
+ENCODERS = {  # folder -> what its adapters were trained on, their task, the shape of their head
+    "adapters_rerank/short": (RERANKER, "SEQ_CLS", (1, 384)),
+    "adapters_rerank/code": (RERANKER, "SEQ_CLS", (1, 384)),
+    "adapters_rerank/steps": (RERANKER, "SEQ_CLS", (1, 384)),
+    "adapters_classify/team": (EMBEDDER, "SEQ_CLS", (4, 384)),
+    "adapters_classify/tone": (EMBEDDER, "SEQ_CLS", (3, 384)),
+    "adapters_embed/tone": (EMBEDDER, "FEATURE_EXTRACTION", None),
+}
 
 
 @pytest.fixture
@@ -73,6 +82,77 @@ def test_committed_adapter(example, name):
 def test_the_adapters_are_of_several_ranks(example):
     recipes = example("train_adapters").RECIPES.values()
     assert len(recipes) >= 3 and len({recipe["r"] for recipe in recipes}) > 1
+
+
+def test_every_folder_of_adapters_is_known():
+    assert {f"{folder.parent.name}/{folder.name}" for folder in EXAMPLES.glob("adapters_*/*")} == set(ENCODERS)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_committed_adapter_of_an_encoder(example, name):
+    base, task, head = ENCODERS[name]
+    config = json.loads((EXAMPLES / name / "adapter_config.json").read_text())
+    assert sorted(path.name for path in (EXAMPLES / name).iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert (EXAMPLES / name / "adapter_model.safetensors").stat().st_size <= 400_000
+    assert config["base_model_name_or_path"] == base and config["task_type"] == task
+    kind, last = name.split("/")
+    rerankers, classifiers = example("train_rerankers"), example("train_classifiers")
+    recipe = rerankers.RECIPES[last] if kind == "adapters_rerank" else classifiers.SETTINGS
+    assert all(config[key] == recipe[key] for key in ("r", "lora_alpha"))
+    assert sorted(config["target_modules"]) == sorted(recipe["target_modules"])
+    labels = dict(enumerate(classifiers.labels_of(last))) if kind == "adapters_classify" else {}
+    assert config.get("id2label", {}) == {str(i): label for i, label in labels.items()}
+    with safe_open(EXAMPLES / name / "adapter_model.safetensors", "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items() if "lora_" not in key}
+    start = "base_model.model.classifier"
+    assert shapes == ({} if head is None else {f"{start}.weight": head, f"{start}.bias": head[:1]})
+    assert all(tensor.isfinite().all() and tensor.any() for tensor in tensors.values())
+
+
+def test_the_texts_of_rerankers_and_classifiers(example):
+    training, rerankers = example("training"), example("train_rerankers")
+    answers, messages = training.read_rows("reranker"), training.read_rows("support")
+    assert all(set(row) == {"query", *rerankers.STYLES} and all(row.values()) for row in answers)
+    assert len({row["query"] for row in answers}) == len(answers) >= 24
+    assert all(len(row["short"]) < len(row["steps"]) for row in answers), "the styles differ"
+    counts = {(row["team"], row["tone"]): 0 for row in messages}
+    for row in messages:
+        counts[row["team"], row["tone"]] += 1
+    assert len(counts) == 12 and set(counts.values()) == {5}, "neither label tells the other"
+    assert len({row["text"] for row in messages}) == len(messages)
+
+
+def test_the_notebooks_ask_what_was_not_trained(example):
+    training = example("training")
+    trained = {row["query"] for row in training.read_rows("reranker")}
+    trained |= {row["text"] for row in training.read_rows("support")}
+    trained |= {prompt for prompt, _ in example("train_adapters").read_pairs("pirate")}
+    written = "".join(path.read_text("utf-8") for path in EXAMPLES.glob("*.ipynb"))
+    assert "merge two dictionaries" in written and "What is a volcano?" in written
+    assert not [text for text in trained if json.dumps(text)[1:-1] in written]
+
+
+def test_candidates_are_graded(example):
+    import random
+
+    rerankers, rows = example("train_rerankers"), example("training").read_rows("reranker")
+    texts = rerankers.candidates("code", rows[0], rows, random.Random(0))
+    own = [rows[0][name] for name in ("code", "short", "steps")]
+    assert texts[:3] == own and not set(texts[3:]) & set(own)
+    assert texts[3] in {row["code"] for row in rows} and texts[4] not in {row["code"] for row in rows}
+    best, worst = torch.tensor([[9.0, 5, 5, 0, 0]]), torch.tensor([[0.0, 5, 5, 9, 9]])
+    assert rerankers.ranking_loss(best) < 0.1 < 3 < rerankers.ranking_loss(worst)
+
+
+def test_rows_of_a_label_are_brought_together(example):
+    loss = example("train_classifiers").contrastive_loss
+    labels = torch.tensor([0, 0, 1, 1])
+    apart = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0, 1]])
+    assert loss(apart, labels) < 0.01 < 3 < loss(apart, torch.tensor([0, 1, 0, 1]))
 
 
 def test_arguments(example):

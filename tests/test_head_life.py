@@ -91,6 +91,20 @@ def test_labels_and_widths(scores: Heads) -> None:
         model.split_logits(logits, ["a"])
 
 
+def test_a_loss_needs_heads_as_wide_as_the_bases(scores: Heads) -> None:
+    model, inputs = scores.model(), ids(5)
+    for width, names in ((1, ["wide"]), (5, ["a", "wide", None, "plain", "wide"])):
+        with pytest.raises(ValueError, match=r"5 for adapter 'wide'.*row_loss"):
+            model(input_ids=inputs[:width], labels=torch.zeros(width, dtype=torch.int64), adapter_names=names)
+    model.set_adapter("wide")
+    with pytest.raises(ValueError, match="row_loss"):
+        model(input_ids=inputs, labels=torch.zeros(5, dtype=torch.int64))
+    with model.adapters(["a", None, "a", "plain", None]):
+        assert model(input_ids=inputs, labels=torch.zeros(5, dtype=torch.int64)).loss.isfinite()
+    with pytest.raises(ValueError, match="row_loss"), model.adapters(["wide"] * 5):
+        model(input_ids=inputs, labels=torch.zeros(5, dtype=torch.int64))
+
+
 def test_the_default_has_its_head(scores: Heads) -> None:
     model, inputs = scores.model(), ids(2)
     for name in ("wide", "a", None):
