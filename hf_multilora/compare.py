@@ -13,6 +13,7 @@ from torch import Tensor
 from .catalogue import BASE_NAMES
 from .display import html_table, text_table
 from .passes import plan_passes, setting
+from .routing import RoutingError
 from .runtime import Runtime
 
 BASE = "__base__"
@@ -202,9 +203,10 @@ def _is_pair(item: Any) -> bool:
 
 
 def _names(runtime: Runtime, adapters: Sequence[str | None] | None) -> list[str]:
-    """Names to compare, "__base__" for the base. Raises UnknownAdapterError for one that is not registered."""
+    """Names to compare, "__base__" for the base; None: all that have what a call needs. Raises UnknownAdapterError."""
     if adapters is None:
-        return [BASE, *(entry.name for entry in runtime.store.catalogue)]
+        known = {0: BASE, **{entry.id: entry.name for entry in runtime.store.catalogue}}
+        return [name for adapter_id, name in known.items() if _has_head(runtime, adapter_id)]
     if isinstance(adapters, str) or not isinstance(adapters, Sequence):
         raise TypeError(f"adapters must be a list of names (None for the base), got {adapters!r}")
     runtime.resolve(list(adapters), None)
@@ -212,6 +214,15 @@ def _names(runtime: Runtime, adapters: Sequence[str | None] | None) -> list[str]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"adapters must be different names, at least one, got {list(adapters)!r}")
     return names
+
+
+def _has_head(runtime: Runtime, adapter_id: int) -> bool:
+    """Not so where the base's checkpoint lacks the head that other adapters bring, and this one brings none."""
+    try:
+        runtime.require_heads([adapter_id])
+    except RoutingError:
+        return False
+    return True
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

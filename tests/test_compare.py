@@ -15,8 +15,8 @@ import transformers as tf
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as token_models
 
-from hf_multilora import CapacityError, UnknownAdapterError
-from hf_multilora.compare import Comparison, compare
+from hf_multilora import CapacityError, RoutingError, UnknownAdapterError
+from hf_multilora.compare import Comparison
 from hf_multilora.display import columns, text_table, wrap
 from tests import heads, tiny
 from tests.models import PAD, VOCAB, Family
@@ -46,7 +46,9 @@ def ask(
     batch_size: int = 16, **kwargs: Any,
 ) -> Comparison:  # fmt: skip
     tokenizer = make_tokenizer() if tokenizer is None else tokenizer
-    return compare(model, prompts, adapters, tokenizer, max_new_tokens, batch_size, kwargs)
+    settings = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, **kwargs}
+    found: Comparison = model.compare(prompts, adapters, tokenizer=tokenizer, **settings)
+    return found
 
 
 def texts(comparison: Comparison) -> list[list[str]]:
@@ -150,6 +152,19 @@ def test_labels_and_scores_of_classifiers(classifiers: heads.Heads) -> None:
             assert answer["probability"] == pytest.approx(chance.item(), abs=1e-5)
     assert len({json.dumps(answers) for answers in got.answers}) == 3
     assert re.search(r"name \d +\d+%|name \d \d+%", str(got)) and "LABEL_" in got._repr_html_()
+
+
+def test_a_base_without_a_head_is_left_out(classifiers: heads.Heads, tmp_path: Path) -> None:
+    classifiers.base.bert.save_pretrained(tmp_path / "encoder")
+    adapters = {name: str(classifiers.folder / name) for name in ("two", "five")}
+    model = tiny.MultiLoRAModel.from_pretrained(str(tmp_path / "encoder"), adapters)
+    tokenizer = make_tokenizer(heads.VOCAB, heads.PAD)
+    got = ask(model, "w5 w6", tokenizer=tokenizer, max_new_tokens=None)
+    assert got.adapters == ("two", "five")
+    assert got.answers == ask(classifiers.model("two", "five"), "w5 w6", tokenizer=tokenizer, max_new_tokens=None,
+                              adapters=["two", "five"]).answers  # fmt: skip
+    with pytest.raises(RoutingError, match="every row must have its classifier"):
+        ask(model, "w5 w6", [None, "two"], tokenizer=tokenizer, max_new_tokens=None)
 
 
 def test_several_labels_at_once(classifiers: heads.Heads) -> None:
