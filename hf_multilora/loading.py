@@ -11,22 +11,12 @@ from typing import Any
 from .census import is_trained_copy, is_tuner, without_peft
 from .config import MultiLoRAConfig
 from .entry import EntryHook, remove_entry_hooks
-from .formats import adapter_from_tensors
+from .formats import AUTO_CLASSES, adapter_from_tensors
 from .formats.files import locate, open_tensors, parse_config
 from .layers.base import AdaptedLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
 from .patches.facts import facts_of, is_distributed
 from .runtime import Runtime
-
-# PEFT's task_type -> the Auto class that loads the base for it
-AUTO_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
 
 HEADED = re.compile(r"For(Sequence|Token|Image|Audio)Classification$")  # classes whose head has num_labels outputs
 

@@ -47,6 +47,17 @@ class AdapterVerbs(InheritedVerbs):
             self.pin_adapter(name)
         return name
 
+    def save_adapter(self, adapter_name: str, folder: str, *, overwrite: bool = False) -> None:
+        """Write a registered adapter into a local folder as a checkpoint that PEFT loads: config and safetensors, named
+        by the modules of this base, in the dtype of its files.
+
+        Raises UnknownAdapterError, FileExistsError where the folder holds an adapter unless overwrite, AdapterError for
+        what PEFT could not read as it is meant; the folder then holds what it held.
+        """
+        from .saving import save_adapter
+
+        save_adapter(self._multilora, adapter_name, folder, overwrite)
+
     def delete_adapter(self, adapter_name: str | Sequence[str]) -> None:
         """Forget an adapter (or several). Raises AdapterInUseError where a call uses it or it is the default."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)

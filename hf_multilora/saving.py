@@ -1,0 +1,20 @@
+"""A registered adapter, written back as a PEFT checkpoint."""
+
+from __future__ import annotations
+
+import os
+
+from .formats import Adapter, LoraFactors, write_adapter
+from .runtime import Runtime
+
+
+def save_adapter(runtime: Runtime, name: str, folder: str | os.PathLike[str], overwrite: bool) -> None:
+    """See MultiLoRAModel.save_adapter."""
+    entry = runtime.store.catalogue.entry(name)
+    if entry.reader is not None:
+        adapter = entry.read()  # in the dtype and with the scales of its files
+    else:
+        assert entry.host is not None  # it came from memory and stays there
+        factors = {site: LoraFactors(a, b.t(), 1.0) for site, (a, b) in entry.host.factors.items()}
+        adapter = Adapter(entry.source, entry.digest, entry.base_model, factors, entry.config, entry.labels)
+    write_adapter(folder, adapter, runtime.census(), aliases=runtime.reading()["aliases"], overwrite=overwrite)
