@@ -14,6 +14,7 @@ from html import escape
 GAP = "  "
 NARROWEST = 12  # columns of a terminal below which a table's column is no longer worth reading
 LINE = "1px solid rgba(128,128,128,0.4)"
+TABLE = "border-collapse:collapse;table-layout:auto;"  # notebooks' own style sheets say fixed
 CELL = f"text-align:left;vertical-align:top;padding:0.3em 0.8em;border-bottom:{LINE};"
 
 
@@ -107,7 +108,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
     )
     below = f'<div style="opacity:0.7;padding:0.3em 0.8em">{escape(caption)}</div>' if caption else ""
     return (
-        f'<div style="overflow-x:auto"><table style="border-collapse:collapse;text-align:left">'
+        f'<div style="overflow-x:auto"><table style="{TABLE}text-align:left">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}</div>"
     )
 
@@ -140,7 +141,7 @@ def bar_picture(
         for slot, text in legend.items()
     )
     rows = "".join(_bar_row(bar, names) for bar in bars)
-    table = f'<table style="border-collapse:collapse;width:100%"><tbody>{rows}</tbody></table>' if bars else ""
+    table = f'<table style="{TABLE}width:100%"><tbody>{rows}</tbody></table>' if bars else ""
     line = "padding:0.2em 0"
     return (
         f'<div style="max-width:56em"><div style="{line}">{escape(title)}</div><div style="{line}">{keys}</div>'
@@ -161,7 +162,7 @@ def _bar_row(bar: Bar, names: Mapping[int, str]) -> str:
     cell = "text-align:left;white-space:nowrap;padding:0.15em 0.6em 0.15em 0;background:transparent;"
     inside = f"display:flex;border:{LINE};border-radius:3px;overflow:hidden;line-height:1.5;min-height:1.5em"
     return (
-        f'<tr><th style="{cell}font-weight:normal">{escape(bar.label)}</th>'
+        f'<tr style="background:transparent"><th style="{cell}font-weight:normal">{escape(bar.label)}</th>'
         f'<td style="{cell}width:70%;max-width:0"><div style="{inside}">{spans}</div></td>'
         f'<td style="{cell}text-align:right">{escape(bar.amount)}</td>'
         f'<td style="{cell}text-align:right">{escape(bar.size)} MiB</td></tr>'

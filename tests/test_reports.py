@@ -114,7 +114,7 @@ def test_the_picture(family: Callable[[str], Family]) -> None:
     assert str(report.kinds[0]) in page.texts and page.texts[0] == f"Device: {report._device()}"
     assert page.texts[-1] == f"Host: {report._host()}"
     assert any("<b> & co (pinned)" in text for text in page.texts)
-    rows = re.findall(r"<tr>.*?</tr>", html)
+    rows = re.findall(r"<tr .*?</tr>", html)
     assert len(rows) == len(report.kinds)
     for row, kind in zip(rows, report.kinds, strict=True):
         widths = [float(width) for width in re.findall(r'style="width:([\d.]+)%', row)]
