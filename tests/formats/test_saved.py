@@ -75,8 +75,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     ),
     "block with targets": (
         tiny.llama,
-        {"modules_to_save": ["layers.1.self_attn"]},
-        [f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"],
+        {"target_modules": ["gate_proj", "q_proj"], "modules_to_save": ["layers.1.mlp"]},
+        [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")],
     ),
     "conv1d": (tiny.gpt2, {"target_modules": ["c_attn"], "modules_to_save": ["c_fc"]}, ["0.mlp.c_fc", "1.mlp.c_fc"]),
     "square conv1d": (

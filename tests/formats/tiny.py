@@ -70,12 +70,16 @@ def mixtral() -> tf.MixtralForCausalLM:
 def shapes(model: torch.nn.Module) -> dict[str, ModuleShape]:
     """Every module of `model` as an adapter sees it."""
     seen = {}
+    users: dict[int, list[str]] = {}  # of a weight
+    for name, module in model.named_modules():
+        users.setdefault(id(module._parameters.get("weight")), []).append(name)
     for name, module in model.named_modules():
         if not name:
             continue
+        weight = module._parameters.get("weight")
         own = {key: t.shape for key, t in _own(module)}
         leaf = not any(list(_own(part)) for child in module.children() for part in child.modules())
-        tied = tuple(n for n, m in model.named_modules() if n != name and _same_weight(m, module))
+        tied = tuple(n for n in users[id(weight)] if n != name) if weight is not None else ()
         more: dict[str, Any] = {"own": own, "leaf": leaf, "tied": tied, "resizable": _resizable(model, module)}
         if isinstance(module, torch.nn.Linear):
             sizes = (module.in_features, module.out_features)
@@ -92,13 +96,8 @@ def shapes(model: torch.nn.Module) -> dict[str, ModuleShape]:
 
 def _own(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Floating point parameters and persistent buffers that are not those of a child."""
-    mine = {key for key in module.state_dict() if "." not in key}
-    return [(key, t) for key, t in module.state_dict(keep_vars=True).items() if key in mine and t.is_floating_point()]
-
-
-def _same_weight(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    weight = one._parameters.get("weight")
-    return weight is not None and weight is other._parameters.get("weight")
+    buffers = ((k, t) for k, t in module._buffers.items() if k not in module._non_persistent_buffers_set)
+    return [(k, t) for k, t in (*module._parameters.items(), *buffers) if t is not None and t.is_floating_point()]
 
 
 def _resizable(model: Any, module: torch.nn.Module) -> bool:
