@@ -97,7 +97,8 @@ def saved_module(reading: Reading, module: str, group: Group) -> LoraFactors | N
     held: dict[str, torch.Tensor] = {}
     for name, p in group.items():
         tensor = reading.tensors[p.key]
-        if not tensor.is_floating_point() and saved_shape(shape, name) is None:
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        if whole and saved_shape(shape, name) is None:
             continue  # num_batches_tracked and the like: never trained, without influence in evaluation
         check_saved(reading.place(p, module), shape, name, tensor, reading.resizable(module))
         held[name] = tensor

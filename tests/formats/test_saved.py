@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers as tf
 
+from hf_multilora.census import take_census
 from hf_multilora.formats import AdapterError, ModuleShape, adapter_from_tensors, read_adapter
+from hf_multilora.patches.facts import facts_of
 from tests.formats import tiny
 
 Q = ["query"]
@@ -146,6 +148,18 @@ def test_statistics_are_read_and_counters_are_not(tmp_path: Path) -> None:
         AdapterError, match=r"saves its num_batches_tracked.*no such tensor there \(it has weight, bias"
     ):
         tiny.read(tmp_path, Statistics())
+
+
+@pytest.mark.parametrize("case", ["score", "container", "norms", "square conv1d", "both ends, tied"])
+def test_the_census_tells_the_same(case: str, tmp_path: Path) -> None:
+    """The other tests describe a model by themselves: `tiny.shapes`."""
+    make, config, _ = CASES[case]
+    tiny.save(tiny.twin(make), tmp_path, touch=tiny.touch_saved, **config)
+    model = tiny.twin(make)
+    got = read_adapter(tmp_path, take_census(model, facts_of(model.config))).factors
+    want = tiny.read(tmp_path, model).factors
+    assert sorted(got) == sorted(want)
+    assert all(torch.equal(got[site].a, want[site].a) and torch.equal(got[site].b, want[site].b) for site in want)
 
 
 @pytest.mark.parametrize("case", ["score", "container", "norms", "both ends", "embedding, tied"])
