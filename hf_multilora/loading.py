@@ -86,32 +86,41 @@ def load_base(
 ) -> tuple[Any, frozenset[str]]:
     """The base, and its modules that its checkpoint lacks: they hold random values, as a head of an encoder does."""
     kind = base_class(base, adapters, auto_class, kwargs)
-    if not {"config", "num_labels", "id2label"} & kwargs.keys() and HEADED.search(kind.__name__):
-        kwargs = kwargs | labels_for(base, adapters, kwargs)
+    kwargs = kwargs | labels_for(kind, base, adapters, kwargs)
     model, info = kind.from_pretrained(base, output_loading_info=True, **kwargs)
     return model, frozenset(key.rpartition(".")[0] for key in info["missing_keys"])
 
 
-def labels_for(base: str | os.PathLike[str], adapters: Mapping[str, str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """num_labels for a base whose checkpoint has no classifier: as many as the first adapter's with one."""
+def labels_for(
+    kind: Any, base: str | os.PathLike[str], adapters: Mapping[str, str], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments that give a base whose checkpoint has no classifier the labels of the first adapter that has one."""
     import transformers
 
+    if {"config", "num_labels", "id2label"} & kwargs.keys() or not HEADED.search(kind.__name__):
+        return {}
     where = {key: kwargs[key] for key in WHERE if key in kwargs}
     config = transformers.AutoConfig.from_pretrained(base, **where)
     if any(HEADED.search(name) for name in config.architectures or ()):
         return {}
-    counts = (label_count(path) for path in adapters.values())
-    count = next((n for n in counts if n is not None), None)
-    return {} if count is None else {"num_labels": count}
+    return next(filter(None, map(own_labels, adapters.values())), {})
 
 
-def label_count(path: str) -> int | None:
-    """Outputs of the head that an adapter saved in full; None without one."""
+def own_labels(path: str) -> dict[str, Any]:
+    """num_labels or id2label of the head that an adapter saved in full; empty without one."""
     files = locate(path)
-    names = parse_config(files.source, files.config.read_bytes()).get("modules_to_save") or ()
+    config = parse_config(files.source, files.config.read_bytes())
+    names = config.get("modules_to_save") or ()
     with open_tensors(files.source, files.weights) as tensors:
         inside = [key for key in tensors if any(f".{name}." in key for name in names) and key.endswith(".weight")]
-        return min((tensors[key].shape[0] for key in inside if tensors[key].dim() == 2), default=None)
+        count = min((tensors[key].shape[0] for key in inside if tensors[key].dim() == 2), default=None)
+    if count is None:
+        return {}
+    named = config.get("id2label") or {}
+    if len(named) != count:
+        return {"num_labels": count}
+    id2label = {int(i): label for i, label in named.items()}
+    return {"id2label": id2label, "label2id": {label: i for i, label in id2label.items()}}
 
 
 def base_class(

@@ -13,7 +13,7 @@ import torch
 
 from .formats import Adapter, adapter_from_tensors
 from .formats.files import locate, open_tensors, parse_config
-from .loading import WHERE, base_class
+from .loading import WHERE, base_class, labels_for
 from .runtime import Runtime
 
 # Transformers' arguments that say how weights are read, placed or computed with: no shape or dtype depends on them
@@ -36,10 +36,12 @@ def skeleton(
     from transformers import AutoConfig, PreTrainedModel
     from transformers.initialization import meta_device_safe_creation_ops
 
+    kwargs = dict(kwargs)
     kind = base_class(base, adapters, auto_class, kwargs)
     concrete = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
     where = {key: kwargs[key] for key in WHERE if key in kwargs}
-    settings = {key: value for key, value in kwargs.items() if key not in (*WHERE, *NO_MATTER)}
+    given = kwargs | labels_for(kind, base, adapters, kwargs)
+    settings = {key: value for key, value in given.items() if key not in (*WHERE, *NO_MATTER)}
     dtype, old_spelling = settings.pop("dtype", None), settings.pop("torch_dtype", None)
     dtype = old_spelling if dtype is None else dtype
     trust = {"trust_remote_code": where.pop("trust_remote_code")} if "trust_remote_code" in where else {}

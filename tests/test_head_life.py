@@ -233,6 +233,9 @@ def test_a_base_without_a_head(encoder: tuple[Heads, str]) -> None:
     paths = {name: str(heads.folder / name) for name in ("eight", "three", "plain")}
     model, inputs = MultiLoRAModel.from_pretrained(base, paths, auto_class="AutoModelForSequenceClassification"), ids(3)
     assert model.config.num_labels == 8, "as many as the first adapter's"
+    plan = MultiLoRAModel.plan(base, paths, auto_class="AutoModelForSequenceClassification")
+    assert plan.per_module["classifier:saved"].rank_rows == 11
+    assert plan.base_bytes == sum(parameter.nbytes for parameter in model.parameters())
     names = ["three", "eight", "eight"]
     with torch.no_grad():
         assert_rows(model(input_ids=inputs, adapter_names=names).logits, heads.truth(rows_of(inputs), names, "logits"))

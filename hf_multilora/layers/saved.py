@@ -69,7 +69,7 @@ def outputs(x: Tensor, slots: SlotRows, width: int, bias: Tensor | None) -> Tens
     x = x.to(slots.a.dtype)
     columns = layout.own[0][:, None] + torch.arange(width, device=x.device)  # [R, width] rank rows
     columns = columns.clamp(max=slots.a.shape[0] - 1)
-    if tokens * slots.a.shape[0] <= DENSE_WORK:
+    if tokens * slots.a.shape[0] <= DENSE_WORK and not slots.backend.fixed:
         every = F.linear(x, slots.a, bias)  # [R, T, P]
         return every.gather(2, columns[:, None].expand(-1, x.shape[1], -1))
     h = shrink(x, slots, slots.tables(), width)
