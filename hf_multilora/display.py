@@ -118,6 +118,15 @@ def _cell(tag: str, text: str, style: str = "") -> str:
 
 
 @dataclass(frozen=True)
+class Tenant:
+    """Who has a slot: its name, what the legend says of it, and a number that gives its colour."""
+
+    name: str
+    legend: str
+    number: int
+
+
+@dataclass(frozen=True)
 class Bar:
     """A bar of a picture: used: slot -> its share of `total`; amount and size stand beside it."""
 
@@ -128,19 +137,17 @@ class Bar:
     size: str
 
 
-def bar_picture(
-    title: str, names: Mapping[int, str], legend: Mapping[int, str], bars: Sequence[Bar], footer: str
-) -> str:
-    """HTML: a bar of full width per row, its parts coloured by slot, what is left of it free. Where styles are taken
-    out, the names in the bars remain.
+def bar_picture(title: str, tenants: Mapping[int, Tenant], bars: Sequence[Bar], footer: str) -> str:
+    """HTML: a bar of full width per row, its parts coloured by the slots' tenants, what is left of it free. Where
+    styles are taken out, the names in the bars remain.
     """
     swatch = "display:inline-block;width:0.9em;height:0.9em;vertical-align:-0.1em;margin-right:0.3em;"
     keys = " ".join(
-        f'<span style="margin-right:1.2em;white-space:nowrap"><span style="{swatch}background:{_colour(slot)}"></span>'
-        f"{escape(text)}</span>"
-        for slot, text in legend.items()
+        f'<span style="margin-right:1.2em;white-space:nowrap"><span style="{swatch}background:{_colour(tenant)}">'
+        f"</span>{escape(tenant.legend)}</span>"
+        for tenant in tenants.values()
     )
-    rows = "".join(_bar_row(bar, names) for bar in bars)
+    rows = "".join(_bar_row(bar, tenants) for bar in bars)
     table = f'<table style="{TABLE}width:100%"><tbody>{rows}</tbody></table>' if bars else ""
     line = "padding:0.2em 0"
     return (
@@ -149,13 +156,13 @@ def bar_picture(
     )
 
 
-def _bar_row(bar: Bar, names: Mapping[int, str]) -> str:
-    parts = [(bar.used[slot], names.get(slot, f"slot {slot}"), _colour(slot)) for slot in sorted(bar.used)]
+def _bar_row(bar: Bar, tenants: Mapping[int, Tenant]) -> str:
+    parts = [(bar.used[slot], tenants[slot].name, _colour(tenants[slot])) for slot in sorted(bar.used)]
     parts.append((bar.total - sum(bar.used.values()), "free", "transparent"))
     spans = "".join(
         f'<span title="{escape(name)}: {amount} of {bar.total}" style="width:{100 * amount / bar.total:.2f}%;'
         f"background:{colour};overflow:hidden;text-overflow:ellipsis;white-space:nowrap;box-sizing:border-box;"
-        f'padding:0 0.3em;{"opacity:0.6;" if name == "free" else ""}">{escape(name)}</span> '
+        f'padding:0 0.3em;{"opacity:0.6;" if colour == "transparent" else ""}">{escape(name)}</span> '
         for amount, name, colour in parts
         if amount
     )
@@ -169,6 +176,6 @@ def _bar_row(bar: Bar, names: Mapping[int, str]) -> str:
     )
 
 
-def _colour(slot: int) -> str:
-    """Hues far apart for neighbouring slots; half transparent, so that text reads on light and dark pages."""
-    return f"hsla({(210 + slot * 137.5) % 360:.0f},65%,50%,0.5)"
+def _colour(tenant: Tenant) -> str:
+    """Hues far apart for neighbouring numbers; half transparent, so that text reads on light and dark pages."""
+    return f"hsla({(72.5 + tenant.number * 137.5) % 360:.0f},65%,50%,0.5)"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .display import Bar, bar_picture, html_table
+from .display import Bar, Tenant, bar_picture, html_table
 from .formats import LORA, split_site
 from .layers.rows import SlotRows
 from .runtime import Runtime
@@ -35,8 +35,8 @@ class ModuleKind:
 class MemoryReport:
     """Bytes taken by adapters. per_module: pools of rank rows on the device, by site (`path`, `path:saved` for a module
     trained in full, `path:tokens` for token rows), device_bytes in all; kinds: the same by kind of module.
-    slots: adapter in each (None: free); slot_bytes: its rank rows. staging_bytes: where adapters arrive on CUDA
-    devices, as large as the largest one that came.
+    slots: adapter in each (None: free); slot_ids: its id; slot_bytes: its rank rows. staging_bytes: where adapters
+    arrive on CUDA devices, as large as the largest one that came.
 
     host_bytes: the host copies of `host_adapters` adapters; host_pinned_bytes: those of them that are page-locked.
     pinned: names of pinned adapters.
@@ -51,6 +51,7 @@ class MemoryReport:
     rank_rows: int
     rank_rows_used: int
     slots: list[str | None]
+    slot_ids: list[int | None]
     slot_bytes: list[int]
     kinds: list[ModuleKind]
     pinned: list[str]
@@ -74,10 +75,12 @@ class MemoryReport:
 
     def _repr_html_(self) -> str:
         """A bar per kind of module: the rank rows that each slot's adapter owns, and what is free."""
-        tenants = {slot: name for slot, name in enumerate(self.slots) if name is not None}
-        legend = {
-            slot: f"{name}{' (pinned)' if name in self.pinned else ''} {mib(self.slot_bytes[slot])} MiB"
-            for slot, name in tenants.items()
+        tenants = {
+            slot: Tenant(
+                name, f"{name}{' (pinned)' if name in self.pinned else ''} {mib(self.slot_bytes[slot])} MiB", number
+            )
+            for slot, (name, number) in enumerate(zip(self.slots, self.slot_ids, strict=True))
+            if name is not None and number is not None
         }
         bars = [
             Bar(
@@ -89,7 +92,7 @@ class MemoryReport:
             )
             for kind in self.kinds
         ]
-        return bar_picture(f"Device: {self._device()}", tenants, legend, bars, f"Host: {self._host()}")
+        return bar_picture(f"Device: {self._device()}", tenants, bars, f"Host: {self._host()}")
 
 
 @dataclass(frozen=True)
@@ -137,21 +140,25 @@ def mib(size: int) -> str:
 
 def memory_report(runtime: Runtime) -> MemoryReport:
     """See MultiLoRAModel.memory_report."""
+    with runtime.store.lock:  # slots and rank rows must be of one moment
+        return _report(runtime)
+
+
+def _report(runtime: Runtime) -> MemoryReport:
     store = runtime.store
     names: list[str | None] = [None] * store.max_loras
-    with store.lock:
-        order = {name: i for i, (name, _) in enumerate(runtime.model.named_modules())}
-        in_order = sorted(runtime.sites, key=lambda site: order.get(split_site(site)[0], len(order)))
-        sites = {site: runtime.sites[site][1] for site in in_order}
-        for adapter_id, slot in store.slots.items():
-            names[slot] = store.catalogue.by_id(adapter_id).name
-        entries = list(store.catalogue)
-        pinned = [e.name for e in entries if e.id in store.pins]
-    hosts = [e.host for e in entries if e.host is not None]
+    ids: list[int | None] = [None] * store.max_loras
     slot_bytes = [0] * store.max_loras
+    order = {name: i for i, (name, _) in enumerate(runtime.model.named_modules())}
+    in_order = sorted(runtime.sites, key=lambda site: order.get(split_site(site)[0], len(order)))
+    sites = {site: runtime.sites[site][1] for site in in_order}
+    for adapter_id, slot in store.slots.items():
+        ids[slot], names[slot] = adapter_id, store.catalogue.by_id(adapter_id).name
     for slots in sites.values():
         for slot, (_, r) in slots.rows.spans.items():
             slot_bytes[slot] += r * slots.row_bytes(slots.a.dtype)
+    entries = list(store.catalogue)
+    hosts = [e.host for e in entries if e.host is not None]
     per_module = {site: slots.nbytes for site, slots in sites.items()}
     return MemoryReport(
         per_module=per_module,
@@ -163,9 +170,10 @@ def memory_report(runtime: Runtime) -> MemoryReport:
         rank_rows=sum(slots.rows.capacity for slots in sites.values()),
         rank_rows_used=sum(slots.rows.used for slots in sites.values()),
         slots=names,
+        slot_ids=ids,
         slot_bytes=slot_bytes,
         kinds=_kinds(sites),
-        pinned=pinned,
+        pinned=[e.name for e in entries if e.id in store.pins],
     )
 
 

@@ -124,7 +124,15 @@ def test_the_picture(family: Callable[[str], Family]) -> None:
         )
         assert len(widths) == len(kind.used) + (sum(kind.used.values()) < kind.rank_rows)
     colours = re.findall(r"background:(hsla\([^)]*\))", html)
-    assert len(set(colours)) == 2, "a colour per slot"
+    assert len(set(colours)) == 2, "a colour per adapter"
+    model(**{k: v[:1] for k, v in INPUTS.items()}, adapter_names=["a"])
+    model.load_adapter(str(family("llama").adapter("c")), "c")
+    model.delete_adapter("a")
+    model(**{k: v[:1] for k, v in INPUTS.items()}, adapter_names=["c"])
+    moved = model.memory_report()
+    assert moved.slots == ["c", "<b> & co", None] and moved.slot_ids == [3, 2, None]
+    later = set(re.findall(r"background:(hsla\([^)]*\))", moved._repr_html_()))
+    assert later & set(colours) == {colours[1]}, "the colour follows the adapter, not its slot"
 
 
 def test_a_picture_without_adapters(family: Callable[[str], Family]) -> None:
@@ -135,7 +143,7 @@ def test_a_picture_without_adapters(family: Callable[[str], Family]) -> None:
     ]
     model = family("llama").model(["a"])  # registered, not used yet
     assert "0 of 0 rows" in Page(model.memory_report()._repr_html_()).texts
-    assert Page(bar_picture("t", {}, {}, [], "f")).texts == ["t", "f"]
+    assert Page(bar_picture("t", {}, [], "f")).texts == ["t", "f"]
 
 
 @torch.no_grad()
