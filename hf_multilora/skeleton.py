@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .formats import Adapter, adapter_from_tensors
-from .formats.files import locate, open_tensors, parse_config
+from .formats import Adapter, read_adapter
 from .loading import WHERE, base_class, labels_for
 from .runtime import Runtime
 
@@ -78,8 +77,5 @@ def skeleton(
 
 
 def read_for_skeleton(probe: Runtime, path: str) -> Adapter:
-    """As `read_adapter`, but copies of base weights are told by their shape, and modules_to_save count as saved."""
-    files = locate(path)
-    config = parse_config(files.source, files.config.read_bytes())
-    with open_tensors(files.source, files.weights) as tensors:
-        return adapter_from_tensors(files.source, config, tensors, probe.census(), by_shape=True, **probe.reading())
+    """As a load reads it, but copies of base weights are told by their shape, and modules_to_save count as saved."""
+    return read_adapter(path, probe.census(), by_shape=True, **probe.reading())

@@ -33,13 +33,15 @@ def read_adapter(
     renames: Sequence[tuple[str, str]] = (),
     base_prefix: str = "",
     hub_kwargs: Mapping[str, Any] | None = None,
+    by_shape: bool = False,
 ) -> Adapter:
     """Read the adapter in a local folder or Hub repository for a base that has `modules` (all of them, by path).
 
     `max_rank` bounds the rank of LoRA sites, and `target_modules` (suffixes, or a regex for the whole path) says which
     modules these may be for: neither holds for modules saved in full and for token rows. `aliases` maps a name in the
     file to the modules that stand for it; `renames` are (regex, replacement) pairs for names that are not found;
-    `base_prefix` is the model's `base_model_prefix`; `hub_kwargs` goes to `snapshot_download`.
+    `base_prefix` is the model's `base_model_prefix`; `hub_kwargs` goes to `snapshot_download`; `by_shape`: the base has
+    no values yet, so what is a copy of one of its parameters is told by the shape, and modules_to_save count as saved.
 
     The tensors of the sites (see formats/base.py) come back on the CPU in the file's dtype. FileNotFoundError for what
     is absent, AdapterError for everything that cannot be served exactly; in particular each tensor is used or the load
@@ -53,7 +55,7 @@ def read_adapter(
     digest = file_digest(data, files.weights)
     resolver = NameResolver(modules, aliases=aliases, renames=renames, base_prefix=base_prefix)
     with open_tensors(files.source, files.weights) as tensors:
-        reader = _Reader(files.source, settings, tensors, modules, resolver, max_rank, target_modules)
+        reader = _Reader(files.source, settings, tensors, modules, resolver, max_rank, target_modules, by_shape)
         factors = reader.read()
     labels = reader.labels(config.get("id2label"), "adapter_config.json", factors)
     if labels is None and files.labels is not None and reader.heads(factors):
@@ -76,15 +78,11 @@ def adapter_from_tensors(
     aliases: Mapping[str, Sequence[str]] | None = None,
     renames: Sequence[tuple[str, str]] = (),
     base_prefix: str = "",
-    by_shape: bool = False,
 ) -> Adapter:
-    """As `read_adapter`, for a config and a state dict in memory, which are copied.
-
-    by_shape: the base has no values yet, so a copy of one of its parameters is told by its shape alone.
-    """
+    """As `read_adapter`, for a config and a state dict in memory, which are copied."""
     settings = parse_settings(source, config)
     resolver = NameResolver(modules, aliases=aliases, renames=renames, base_prefix=base_prefix)
-    reader = _Reader(source, settings, tensors, modules, resolver, max_rank, target_modules, by_shape)
+    reader = _Reader(source, settings, tensors, modules, resolver, max_rank, target_modules)
     factors = reader.read()
     labels = reader.labels(config.get("id2label"), "its config", factors)
     return Adapter(source, memory_digest(config, tensors), settings.base_model, factors, dict(config), labels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_multilora.formats import AdapterError, ModuleShape, adapter_from_tensors, read_adapter
+from hf_multilora.formats import AdapterError, ModuleShape, read_adapter
 from tests.formats import tiny
 
 NEW = (41, 46)  # ids that the base does not have
@@ -192,8 +191,7 @@ def test_a_base_without_values(tmp_path: Path) -> None:
     """A plan knows shapes only: what has the base's shape is a copy, and what has another is the adapter's own."""
 
     def read(folder: Path, **settings: Any) -> Any:
-        config, tensors = json.loads((folder / tiny.CONFIG).read_text()), load_file(folder / tiny.WEIGHTS)
-        return adapter_from_tensors("plan", config, tensors, tiny.shapes(tiny.llama().to("meta")), **settings)
+        return tiny.read(folder, tiny.llama().to("meta"), **settings)
 
     folder = _saved_both(tmp_path)
     assert len(read(folder, by_shape=True).factors) == 8
