@@ -38,8 +38,9 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         if reason is None and _inside_experts(name):
             reason = "modules of single experts are not supported yet"
         parent: type = type(around)
-        if reason is None and shape.kind != "other" and _reads_weight_only(parent, own):
-            reason = f"it is never called: {parent.__name__} uses its weight directly"
+        if reason is None and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
+            never = "" if shape.kind == "other" else "it is never called: "
+            reason = f"{never}{parent.__name__} uses its weight directly"
         mixable = not facts.matches("unmixable", name) and not outside(name)
         shapes = {key: tensor.shape for key, tensor in _own(module)}
         leaf = not any(True for child in module.children() for part in child.modules() for _ in _own(part))
@@ -115,15 +116,25 @@ def _outside_language(model: nn.Module) -> Callable[[str], bool]:
     return lambda name: name != head and not name.startswith(f"{language}.")
 
 
-@functools.cache
-def _reads_weight_only(parent: type, child: str) -> bool:
-    """Whether the class reads `self.child.weight` for its values and never calls `self.child(...)`, by its source."""
-    try:
-        source = inspect.getsource(parent)
-    except (OSError, TypeError):  # no source: nothing to be read from it
+def _reads_weight(parent: type, child: str, even_if_called: bool) -> bool:
+    """Whether the class reads `self.child.weight` for its values, by its source, and never calls `self.child(...)`.
+
+    even_if_called: whether it reads it at all, as a convolution's in a step with a cache.
+    """
+    source, path = _source(parent), rf"self\.{re.escape(child)}"
+    harmless = r"\.(dtype|device|shape|data|requires_grad|size|ndim)\b|\s*=[^=]"
+    if re.search(rf"(?<!Parameters\(){path}\.weight\b(?!{harmless})", source) is None:
         return False
-    use = rf"self\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape|data|requires_grad|size|ndim)\b|\s*=[^=])"
-    return re.search(use, source) is not None and re.search(rf"self\.{re.escape(child)}\(", source) is None
+    return even_if_called or re.search(rf"{path}\(", source) is None
+
+
+@functools.cache
+def _source(cls: type) -> str:
+    """Empty where there is none: nothing can be read from it."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
 
 
 def _modules(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:

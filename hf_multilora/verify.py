@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from .formats import SAVED, TOKENS, LoraFactors, split_site
 from .layers import AdaptedLayer, ModuleSlots
 from .layers.augmented import unlay
+from .layers.base import slots_of
 from .layers.whole import own_names
 from .runtime import Runtime
 
@@ -81,7 +82,9 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
     # a row's own logits are the first of the batch's widest
     difference = _gap(both[:rows, ..., : merged.shape[-1]], merged)
     base_difference = _gap(both[rows:, ..., : base.shape[-1]], base)
-    gaps = ((m, _gap(mixed[m][:rows, ..., : y.shape[-1]], y)) for m, y in alone.items() if m in mixed)
+    # but for modules without rows in front, as of relative positions
+    halves = {m: y for m, y in alone.items() if m in mixed and mixed[m].shape[0] == 2 * y.shape[0]}
+    gaps = ((m, _gap(mixed[m][: y.shape[0], ..., : y.shape[-1]], y)) for m, y in halves.items())
     where = next((m for m, gap in gaps if not gap <= tolerance), None)
     ok = difference <= tolerance and base_difference <= tolerance
     effect = _gap(merged, base) if merged.shape == base.shape else math.inf
@@ -148,9 +151,10 @@ def _merged(runtime: Runtime, factors: Mapping[str, LoraFactors]) -> Iterator[No
     originals: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for site, pair in factors.items():
-            module, slots = runtime.sites[site]
-            if isinstance(slots, ModuleSlots):
-                unlay(module, slots)
+            module, _ = runtime.sites[site]
+            for slots in slots_of(module):  # of other adapters' LoRA too
+                if isinstance(slots, ModuleSlots):
+                    unlay(module, slots)
             for name, tensor in merged_tensors(site, module, pair).items():
                 home: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
                 originals.append((home, name, home[name]))

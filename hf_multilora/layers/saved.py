@@ -94,7 +94,8 @@ class SavedEmbedding(AdaptedLayer, role="saved", kind="embedding"):
         rows, view = token_rows(ids, slots)
         first, count = (column[:, None] for column in slots.layout.own)  # type: ignore[union-attr]  # [R, 1] each
         others = torch.where(count > 0, 0, rows)  # an id that only an adapter's own vocabulary has
-        y = super().__call__(others)
+        y = super().__call__(others.view(view))
+        y = y.reshape(*rows.shape, y.shape[-1])
         inside = (rows >= 0) & (rows < count)
         # an id outside a row's own vocabulary must fail as it does in the base, not read another tenant's rows
         at = torch.where(count > 0, torch.where(inside, first + rows, slots.a.shape[0]), 0)

@@ -95,4 +95,6 @@ class TokenLinear(AdaptedLayer, role="tokens", kind="linear"):
         own = torch.where((known == NO_TOKEN)[:, None], own[..., :1], own)
         wide = at[:, None].expand(-1, rows.shape[1], -1)
         own = torch.where((layout.own[1] > 0)[:, None, None], own.to(y.dtype), out.gather(2, wide))
+        first = torch.arange(width, device=at.device) == 0  # `scatter` gives each of several equal columns the gradient
+        own = torch.where((first | (known != NO_TOKEN))[:, None], own, own.detach())
         return out.scatter(2, wide, own).view(y.shape)

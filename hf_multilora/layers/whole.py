@@ -39,7 +39,7 @@ class SavedWhole(AdaptedLayer, role="saved", kind="other"):
         if routing.ragged or slots.flat:
             x = routing.align(x, r, slots.name, flat=slots.flat)
         elif x.shape[0] != r:
-            routing.align(x[:0], r, slots.name)  # raises
+            routing.align(x, r, slots.name)  # raises
         if slots.open_mix():
             y = super().__call__(x, *rest, **kwargs)
             for row in range(slots.a.shape[0]):  # those in use or not: which are may change while a graph stays

@@ -1,0 +1,129 @@
+"""What broke heads, full embeddings, norms and token rows: each case was wrong once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from hf_multilora import AdapterError, RoutingError
+from tests.heads import PAD, SIZES, VOCAB, Heads, Made, ids, llama, vocabulary
+from tests.test_heads import assert_rows, rows_of
+
+LINEAR_ATTENTION = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1], "num_experts": 0,
+}  # fmt: skip
+
+
+def mamba() -> Any:
+    settings = {"state_size": 4, "time_step_rank": 2, "num_hidden_layers": 2, "initializer_range": 0.3}
+    return tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCAB, hidden_size=16, **settings))
+
+
+def lfm2() -> Any:
+    settings = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}
+    return tf.Lfm2ForCausalLM(tf.Lfm2Config(**SIZES, **settings))
+
+
+def qwen3_next() -> Any:
+    settings = {"head_dim": 8, "num_key_value_heads": 1} | LINEAR_ATTENTION
+    return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SIZES, **settings))
+
+
+@pytest.mark.parametrize(("build", "target"), [(mamba, "conv1d"), (lfm2, "conv.conv"), (qwen3_next, "conv1d")])
+def test_a_convolution_whose_weight_is_read_is_refused(build: Any, target: str, tmp_path: Path) -> None:
+    made = {"target_modules": ["in_proj", "q_proj"], "modules_to_save": [target]}
+    heads = Heads(build(), tmp_path, {"a": Made(made), "norm": Made(made | {"modules_to_save": ["layers.0.norm"]})})
+    with pytest.raises(AdapterError, match=r"conv.*no adapter may save it here: \w+ uses its weight directly"):
+        heads.model("a")
+    if build is mamba:  # control: what is called may be saved
+        model, inputs, names = heads.model("norm"), ids(2), ["norm", None]
+        with torch.no_grad():
+            got = model(input_ids=inputs, adapter_names=names).logits
+        assert_rows(got, heads.truth(rows_of({"input_ids": inputs}), names, "logits"))
+
+
+def test_gradients_through_token_rows_of_a_head(tmp_path: Path) -> None:
+    """A row with fewer trained tokens than another of its batch, or none."""
+    torch.manual_seed(0)
+    base = llama(tf.LlamaForCausalLM, tie_word_embeddings=True)
+    with torch.no_grad():
+        base.lm_head.weight[PAD].normal_()  # of rows without trained tokens, the first logit's gradient
+    tokens = {"three": Made({"trainable_token_indices": [5, 9, 17]}), "one": Made({"trainable_token_indices": [4]})}
+    heads = Heads(base, tmp_path, tokens | {"plain": Made({})})
+    model, names = heads.model(), ["three", "one", None, "plain"]
+    x, wanted = torch.randn(4, 5, 16), torch.randn(VOCAB)
+
+    def gradient(model: Any, embeds: torch.Tensor, **more: Any) -> torch.Tensor:
+        embeds = embeds.clone().requires_grad_()
+        (model(inputs_embeds=embeds, **more).logits * wanted).sum().backward()
+        assert embeds.grad is not None
+        return embeds.grad
+
+    got = gradient(model, x, adapter_names=names)
+    want = [gradient(heads.alone[name], x[i : i + 1])[0] for i, name in enumerate(names)]
+    assert_rows(got, want)
+    with pytest.raises(AssertionError):
+        assert_rows(got.roll(1, 0), want)
+
+
+def test_packed_rows_with_every_role_on_one_embedding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    adapters = {
+        "saved": Made({"modules_to_save": ["embed_tokens"]}),
+        "wide": Made({"modules_to_save": ["embed_tokens", "lm_head"]}, vocabulary(47)),
+        "tokens": Made({"trainable_token_indices": [5, 9]}),
+        "lora": Made({"target_modules": ["embed_tokens", "q_proj"]}),
+    }
+    heads = Heads(llama(tf.LlamaForCausalLM), tmp_path, adapters)
+    model, names, lengths = heads.model(), ["saved", "tokens", None, "lora", "wide"], [3, 2, 4, 3, 2]
+    packed = ids(1, sum(lengths), low=5)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    alone = [{"input_ids": part} for part in packed.split(lengths, 1)]
+    with torch.no_grad():
+        got = model(input_ids=packed, position_ids=positions, adapter_names=names).logits[0].split(lengths)
+        assert_rows(got, heads.truth(alone, names, "logits"))
+        with pytest.raises(AssertionError):
+            assert_rows(got, heads.truth(alone, [*names[1:], names[0]], "logits"))
+
+
+def test_verify_of_a_model_with_relative_positions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "initializer_factor": 3.0}
+    base = tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, **settings))
+    heads = Heads(base, tmp_path, {"a": Made({"target_modules": ["q", "v"], "modules_to_save": ["lm_head"]})})
+    model = heads.model()
+    report = model.verify("a")
+    assert report and report.effect > report.tolerance
+    _, slots = model._multilora.sites["lm_head:saved"]
+    slots.tenant(0)[0].mul_(1.5)  # control
+    assert not model.verify("a")
+
+
+def test_verify_gives_a_weight_back_without_rank_rows(tmp_path: Path) -> None:
+    """Of the head that one adapter saves and another, evicted since, trains with LoRA."""
+    torch.manual_seed(0)
+    adapters = {"saved": Made({"modules_to_save": ["score"]}), "lora": Made({"target_modules": ["score"]})}
+    heads = Heads(llama(), tmp_path, adapters)
+    model, inputs = heads.model(max_loras=1), ids(2)
+    with torch.no_grad():
+        model(input_ids=inputs, adapter_names=["lora", None])
+    assert model.score.weight.untyped_storage().nbytes() > model.score.weight.nbytes, "else there is nothing to see"
+    assert model.verify("saved")
+    for key, tensor in model.state_dict().items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, key
+
+
+def test_a_norm_that_does_not_get_rows_says_its_shape(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    heads = Heads(qwen3_next(), tmp_path, {"a": Made({"modules_to_save": ["linear_attn.norm"]}), "plain": Made({})})
+    model, inputs = heads.model(), ids(3)
+    with torch.no_grad():
+        with pytest.raises(RoutingError, match=r"linear_attn.norm: .* must be the 3 rows .*got shape \(30, 8\)"):
+            model(input_ids=inputs, adapter_names=["a", "plain", None])
+        got = model(input_ids=inputs, adapter_names=["a"] * 3).logits
+        assert_rows(got, heads.truth(rows_of({"input_ids": inputs}), ["a"] * 3, "logits"))
