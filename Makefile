@@ -15,7 +15,7 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 NOTEBOOK_INSTALLED := $(VENV)/.installed-notebook
 PATHS := hf_multilora kernels patches tests examples
 
-.PHONY: venv demo test check notebooks bench clean
+.PHONY: venv demo test check notebooks bench bench-rerankers clean
 
 venv: $(INSTALLED)
 
@@ -56,6 +56,9 @@ notebooks: $(NOTEBOOK_INSTALLED)
 
 bench: $(DEMO_INSTALLED)
 	$(BIN)/python -m tests.benchmarks.run
+
+bench-rerankers: $(NOTEBOOK_INSTALLED)
+	$(BIN)/python -m tests.benchmarks.rerankers
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
