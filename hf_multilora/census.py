@@ -84,7 +84,8 @@ def _resizable(model: Any) -> Callable[[str, nn.Module], bool]:
     if not hasattr(model, "get_output_embeddings"):  # a plain module
         return lambda name, module: False
     try:
-        ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())} - {id(None)}
+        both = (model.get_input_embeddings(), model.get_output_embeddings())
+        ends = {id(without_peft(module)) for module in both if module is not None}
     except NotImplementedError:  # it takes no token ids
         ends = set()
     classifier = CLASSIFIER.search(type(model).__name__) is not None

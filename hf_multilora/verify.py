@@ -150,20 +150,27 @@ def _merged(runtime: Runtime, factors: Mapping[str, LoraFactors]) -> Iterator[No
     """The adapter's weights in the modules while the block runs. Each gets tensors of its own, so ties stay out."""
     originals: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for site, pair in factors.items():
-            module, _ = runtime.sites[site]
-            for slots in slots_of(module):  # of other adapters' LoRA too
-                if isinstance(slots, ModuleSlots):
-                    unlay(module, slots)
-            for name, tensor in merged_tensors(site, module, pair).items():
-                home: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-                originals.append((home, name, home[name]))
-                parameter = home is module._parameters
-                home[name] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
-        yield
-    finally:
-        for home, name, tensor in reversed(originals):
-            home[name] = tensor
+        try:
+            for site, pair in factors.items():
+                module, _ = runtime.sites[site]
+                for slots in slots_of(module):  # of other adapters' LoRA too
+                    if isinstance(slots, ModuleSlots):
+                        unlay(module, slots)
+                for name, tensor in merged_tensors(site, module, pair).items():
+                    home: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                    originals.append((home, name, home[name]))
+                    parameter = home is module._parameters
+                    home[name] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+            yield
+        finally:
+            _put_back(originals)
+    finally:  # once more, as an interrupt of the first would leave merged weights in the base
+        _put_back(originals)
+
+
+def _put_back(originals: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for home, name, tensor in reversed(originals):
+        home[name] = tensor
 
 
 def merged_tensors(site: str, module: nn.Module, pair: LoraFactors) -> dict[str, Tensor]:

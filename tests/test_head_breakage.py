@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from peft import PeftModel
 
-from hf_multilora import AdapterError, RoutingError
-from tests.heads import PAD, SIZES, VOCAB, Heads, Made, ids, llama, vocabulary
+from hf_multilora import AdapterError, MultiLoRAModel, RoutingError
+from hf_multilora.layers import whole
+from tests.heads import PAD, SIZES, VOCAB, Heads, Made, bert, ids, llama, vocabulary
 from tests.test_heads import assert_rows, rows_of
 
 LINEAR_ATTENTION = {
@@ -127,3 +131,57 @@ def test_a_norm_that_does_not_get_rows_says_its_shape(tmp_path: Path) -> None:
             model(input_ids=inputs, adapter_names=["a", "plain", None])
         got = model(input_ids=inputs, adapter_names=["a"] * 3).logits
         assert_rows(got, heads.truth(rows_of({"input_ids": inputs}), ["a"] * 3, "logits"))
+
+
+def test_a_peft_model_with_token_rows_of_a_tied_embedding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    adapters = {"a": Made({"trainable_token_indices": [5, 9]}), "b": Made({"trainable_token_indices": [4]})}
+    heads = Heads(llama(tf.LlamaForCausalLM, tie_word_embeddings=True), tmp_path, adapters)
+    peft_model = PeftModel.from_pretrained(copy.deepcopy(heads.base), str(tmp_path / "a"), adapter_name="a")
+    peft_model.load_adapter(str(tmp_path / "b"), "b")
+    model, inputs, names = MultiLoRAModel.from_pretrained(peft_model), ids(3), ["a", "b", None]
+    assert "lm_head:tokens" in model._multilora.sites, "PEFT trains the rows of the tied head too"
+    model.set_adapter(None)
+    with torch.no_grad():
+        got, rows = model(input_ids=inputs, adapter_names=names).logits, rows_of({"input_ids": inputs})
+    assert_rows(got, heads.truth(rows, names, "logits"))
+    with pytest.raises(AssertionError):
+        assert_rows(got, heads.truth(rows, ["b", None, "a"], "logits"))
+
+
+def test_an_interrupt_leaves_no_tensor_of_an_adapter_in_a_norm(tmp_path: Path) -> None:
+    """At every line of what puts them into the module and takes them out again."""
+    torch.manual_seed(0)
+    heads = Heads(bert(), tmp_path, {"a": Made({"modules_to_save": ["embeddings.LayerNorm"]})})
+    model, inputs = heads.model(), ids(2)
+    norm = model.bert.embeddings.LayerNorm
+    own, done, points = dict(norm._parameters), False, 0
+
+    def interrupt_at(line: int) -> Any:
+        left = [line]
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            if frame.f_code.co_filename != whole.__file__:
+                return None if frame.f_back is not None and event == "call" else trace
+            left[0] -= event == "line"
+            if left[0] == 0 and event == "line":
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    while not done:
+        points += 1
+        before = sys.gettrace()
+        sys.settrace(interrupt_at(points))
+        try:
+            with torch.no_grad():
+                model(input_ids=inputs, adapter_names=["a", None])
+            done = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert all(norm._parameters[name] is tensor for name, tensor in own.items()), points
+    assert points > 50, "lines of whole.py that were interrupted"

@@ -68,16 +68,23 @@ def wearing(module: nn.Module, slots: SavedSlots, row: int | None) -> Iterator[N
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     homes: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers)
     try:
-        for home in homes:
-            for name in own_names(module, home):
-                tensor = home[name]
-                before.append((home, name, tensor))  # type: ignore[arg-type]
-                home[name] = flat[at : at + tensor.numel()].view(tensor.shape)  # type: ignore[index]
-                at += tensor.numel()
-        yield
-    finally:
-        for home, name, tensor in before:
-            home[name] = tensor
+        try:
+            for home in homes:
+                for name in own_names(module, home):
+                    tensor = home[name]
+                    before.append((home, name, tensor))  # type: ignore[arg-type]
+                    home[name] = flat[at : at + tensor.numel()].view(tensor.shape)  # type: ignore[index]
+                    at += tensor.numel()
+            yield
+        finally:
+            _put_back(before)
+    finally:  # once more, as an interrupt of the first would leave an adapter's tensors to the base
+        _put_back(before)
+
+
+def _put_back(before: list[tuple[dict[str, Any], str, Tensor]]) -> None:
+    for home, name, tensor in before:
+        home[name] = tensor
 
 
 def own_names(module: nn.Module, home: Mapping[str, Tensor | None]) -> list[str]:
