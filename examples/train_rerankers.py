@@ -21,9 +21,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 QUERIES = 3  # a batch: these, each with its three answers and two to other questions
 
 RECIPES = {
-    "short": dict(r=4, lora_alpha=16, target_modules=["query", "value"]),
-    "code": dict(r=4, lora_alpha=16, target_modules=["query", "key", "value"]),
-    "steps": dict(r=2, lora_alpha=8, target_modules=["query", "value"]),
+    "short": dict(r=4, lora_alpha=16, lora_dropout=0.1, target_modules=["query", "value"]),
+    "code": dict(r=4, lora_alpha=16, lora_dropout=0.1, target_modules=["query", "key", "value"]),
+    "steps": dict(r=2, lora_alpha=8, lora_dropout=0.1, target_modules=["query", "value"]),
 }
 STYLES = tuple(RECIPES)
 
@@ -37,7 +37,7 @@ def candidates(style: str, row: dict[str, str], rows: list[dict[str, str]], orde
 
 
 GRADES = torch.tensor([2, 1, 1, 0, 0])
-STYLE_WEIGHT = 4  # pairs on topic count more: the base knows the topic, not the style
+STYLE_WEIGHT = 2  # pairs on topic count more: the base knows the topic, not the style
 
 
 def ranking_loss(scores: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def train(style: str, base: str, steps: int, progress: Progress) -> PeftModel:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the rerankers of the notebook with PEFT.")
     parser.add_argument("--adapters-out", type=Path, default=HERE / "adapters_rerank", help="a folder per adapter")
-    parser.add_argument("--steps", type=int, default=120, help="batches per adapter (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=160, help="batches per adapter (default: %(default)s)")
     parser.add_argument("--only", choices=RECIPES, action="append", help="train this adapter only (repeatable)")
     args = parser.parse_args()
     if args.steps < 4:
