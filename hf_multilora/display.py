@@ -172,7 +172,7 @@ def _bar_row(bar: Bar, tenants: Mapping[int, Tenant]) -> str:
         f'<tr style="background:transparent"><th style="{cell}font-weight:normal">{escape(bar.label)}</th>'
         f'<td style="{cell}width:70%;max-width:0"><div style="{inside}">{spans}</div></td>'
         f'<td style="{cell}text-align:right">{escape(bar.amount)}</td>'
-        f'<td style="{cell}text-align:right">{escape(bar.size)} MiB</td></tr>'
+        f'<td style="{cell}text-align:right">{escape(bar.size)}</td></tr>'
     )
 
 

@@ -77,7 +77,7 @@ class MemoryReport:
         """A bar per kind of module: the rank rows that each slot's adapter owns, and what is free."""
         tenants = {
             slot: Tenant(
-                name, f"{name}{' (pinned)' if name in self.pinned else ''} {mib(self.slot_bytes[slot])} MiB", number
+                name, f"{name}{' (pinned)' if name in self.pinned else ''} {size(self.slot_bytes[slot])}", number
             )
             for slot, (name, number) in enumerate(zip(self.slots, self.slot_ids, strict=True))
             if name is not None and number is not None
@@ -88,7 +88,7 @@ class MemoryReport:
                 kind.used,
                 kind.rank_rows,
                 f"{sum(kind.used.values())} of {kind.rank_rows} rows",
-                mib(kind.bytes),
+                size(kind.bytes),
             )
             for kind in self.kinds
         ]
@@ -114,13 +114,13 @@ class AdapterList(list[dict[str, Any]]):
     """Rows of `list_adapters`, which notebooks show as a table."""
 
     def _repr_html_(self) -> str:
-        header = ["adapter", "rank", "modules", "MiB", "where", "source"]
+        header = ["adapter", "rank", "modules", "size", "where", "source"]
         rows = [
             [
                 row["name"],
                 str(row["max_rank"]),
                 str(row["modules"]),
-                mib(row["bytes"]),
+                size(row["bytes"]),
                 _whereabouts(row),
                 row["source"],
             ]
@@ -134,8 +134,13 @@ def _whereabouts(row: dict[str, Any]) -> str:
     return ", ".join([place, *(word for word in ("pinned", "default") if row[word])])
 
 
-def mib(size: int) -> str:
-    return f"{size / 2**20:.1f}"
+def mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def memory_report(runtime: Runtime) -> MemoryReport:

@@ -153,7 +153,7 @@ def test_the_list_of_adapters_is_a_list_that_shows_as_a_table(family: Callable[[
     rows = model.list_adapters()
     assert isinstance(rows, list) and rows == [dict(row) for row in rows] and rows[0]["name"] == "a"
     texts = Page(rows._repr_html_()).texts
-    assert texts[:6] == ["adapter", "rank", "modules", "MiB", "where", "source"] and len(texts) == 4 * 6
+    assert texts[:6] == ["adapter", "rank", "modules", "size", "where", "source"] and len(texts) == 4 * 6
     places = dict(zip(texts[6::6], texts[10::6], strict=True))
     assert places["a"] == "disk" and places["b"] == "host memory" and places["c"] == "slot, default"
     model.pin_adapter("b")
