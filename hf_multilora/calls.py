@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from . import passes
 from .entry import bind, parameter_names, prompts_of, rows_of, segments
-from .heads import require_base_labels
+from .heads import require_base_labels, require_one_width
 from .routing import RoutingError
 from .runtime import Runtime
 
@@ -145,11 +145,15 @@ def generate(
     with runtime.lock:
         rows = runtime.resolve(names, ids)
         arguments = bind(parameter_names(base_generate), args, kwargs)
+        configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
+        guidance = passes.setting("guidance_scale", arguments, configs)
         if rows is None:
             if not runtime.routing.open:
                 return base_generate(*args, **kwargs)
             request = runtime.routing.stack[-1]
             _check_prompts(arguments, len(request.slots))
+            base = [0] if any(slot < 0 for slot in request.slots) else []
+            require_one_width(runtime, [*runtime.in_force(), *base], guidance)
             factors = set(request.factors)
             try:
                 return base_generate(*args, **kwargs)
@@ -157,12 +161,12 @@ def generate(
                 request.factors = factors
                 runtime.routing.enter(len(request.slots))  # the block's own rows again, not those of beams
         _check_prompts(arguments, len(rows))
+        require_one_width(runtime, rows, guidance)
         limits = runtime.limits(rows)
         plan = passes.plan_passes(rows, limits)
         if len(plan) == 1:
             with runtime.request(rows):
                 return base_generate(*args, **kwargs)
-        configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
         pad = passes.check_generate(arguments, configs, passes.why_split(rows, limits))
         cuts = [passes.cut(arguments, some, len(rows)) for some in plan]
         outputs = []

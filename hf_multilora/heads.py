@@ -60,3 +60,17 @@ def require_base_labels(runtime: Runtime, ids: Iterable[int], arguments: Mapping
                     f"{entry.name!r}; leave the labels out and compute the loss with "
                     f"hf_multilora.integrations.trainers.row_loss"
                 )
+
+
+def require_one_width(runtime: Runtime, ids: Iterable[int], guidance: float | None) -> None:
+    """Raises ValueError where rows of a `generate` with guidance_scale have vocabularies of different sizes: it
+    subtracts logits, and of the fill behind the shorter ones that is NaN, which would be the next token."""
+    if guidance in (None, 1):
+        return
+    base = output_heads(runtime.model)
+    widths = sorted({width for width in (_width(runtime, i, base) for i in set(ids)) if width is not None})
+    if len(widths) > 1:
+        raise ValueError(
+            f"a generate with guidance_scale must have vocabularies of one size for all its rows, got {widths}; call "
+            f"it once for each size"
+        )

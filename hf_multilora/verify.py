@@ -16,6 +16,7 @@ from .formats import SAVED, TOKENS, LoraFactors, split_site
 from .layers import AdaptedLayer, ModuleSlots
 from .layers.augmented import unlay
 from .layers.base import slots_of
+from .layers.rows import home_of
 from .layers.whole import own_names
 from .runtime import Runtime
 
@@ -105,8 +106,9 @@ def random_ids(model: Any, rows: int = 2, tokens: int = 12) -> dict[str, Tensor]
     """Inputs of a model that takes token ids [rows, tokens]. Raises ValueError where it takes none."""
     if "input_ids" not in model._multilora.parameters:
         raise ValueError(f"{type(model).__name__} takes no input_ids; pass inputs=dict of its forward's arguments")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0)).to(model.device)
+    embedding = model.get_input_embeddings()
+    ids = torch.randint(0, embedding.num_embeddings, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(home_of(embedding))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.flip(1)
@@ -177,6 +179,8 @@ def merged_tensors(site: str, module: nn.Module, pair: LoraFactors) -> dict[str,
     """What the module's own tensors become with the adapter's part of the site merged in, by name."""
     _, role = split_site(site)
     weight = module._parameters.get("weight")
+    if weight is not None and weight.is_meta:
+        raise NotImplementedError(f"{site}: its weight is offloaded, so nothing can be merged into it")
     if role == SAVED and not isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
         names = [*own_names(module, module._parameters), *own_names(module, module._buffers)]
         own = {name: getattr(module, name) for name in names}

@@ -70,7 +70,8 @@ FACTS: dict[str, Facts] = {
     "afmoe": Facts(flat=(r"router\.gate",)),
     "dbrx": Facts(flat=(r"router\.layer",)),
     "deberta": Facts(unmixable=("pos_proj", "pos_q_proj")),  # called with the relative positions' table [1, 2k, H]
-    "deberta-v2": Facts(unmixable=("pos_(query|key)_proj",)),
+    # the norm, too, is called with the relative positions' table [2k, H]
+    "deberta-v2": Facts(unmixable=("pos_(query|key)_proj", r"encoder\.LayerNorm")),
     "falcon_h1": Facts(refused={r"mamba\.out_proj": PEFT_REFUSES}),
     "falcon_mamba": MAMBA,
     "fsmt": Facts(refused={".*": TIME_FIRST}),
@@ -83,9 +84,10 @@ FACTS: dict[str, Facts] = {
     "mamba2": MAMBA,
     "nemotron_h": Facts(refused={r"mixer\.out_proj": PEFT_REFUSES}),
     "nllb-moe": Facts(flat=(r"router\.classifier",)),
-    "opt": Facts(flat=("fc1", "fc2")),
+    "opt": Facts(flat=("fc1", "fc2", r"layers\.\d+\.final_layer_norm")),
     "prophetnet": Facts(aliases={"word_embeddings": ("encoder.word_embeddings", "decoder.word_embeddings")}),
     "rwkv": Facts(refused={r"attention\.output|feed_forward\.value": RESCALED}),
+    "sew-d": Facts(unmixable=("pos_(query|key)_proj", r"encoder\.LayerNorm")),
     "swin": Facts(unmixable=(r"blocks\.\d+\.attention\.[qkvo]_proj",)),  # windows of images [R * windows, tokens, H]
     "swinv2": Facts(unmixable=(r"blocks\.\d+\.attention\.(self|output)\..*",)),
     "switch_transformers": Facts(flat=(r"router\.classifier",)),

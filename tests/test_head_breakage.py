@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers as tf
@@ -185,3 +186,91 @@ def test_an_interrupt_leaves_no_tensor_of_an_adapter_in_a_norm(tmp_path: Path) -
             sys.settrace(before)
         assert all(norm._parameters[name] is tensor for name, tensor in own.items()), points
     assert points > 50, "lines of whole.py that were interrupted"
+
+
+@pytest.mark.parametrize("name", ["norm", "head"])
+def test_offloaded_modules_that_adapters_save(name: str, tmp_path: Path) -> None:
+    """The hook of accelerate loads the base's tensors when the module is called."""
+    torch.manual_seed(0)
+    adapters = {"norm": Made({"modules_to_save": ["LayerNorm"]}), "head": Made({"task_type": "SEQ_CLS"})}
+    heads = Heads(bert(), tmp_path, adapters)
+    base = copy.deepcopy(heads.base)
+    accelerate.cpu_offload(base, execution_device=torch.device("cpu"))
+    model, inputs = MultiLoRAModel.from_pretrained(base, {name: str(tmp_path / name)}), ids(3)
+    for names in ([name, None, name], [name] * 3, [None] * 3):
+        with torch.no_grad():
+            got = model(input_ids=inputs, adapter_names=names).logits
+        assert_rows(got, heads.truth(rows_of({"input_ids": inputs}), names, "logits"))
+    with pytest.raises(NotImplementedError, match="offloaded"):
+        model.verify(name)
+
+
+def test_a_norm_of_relative_positions_is_not_mixed(tmp_path: Path) -> None:
+    """Its input [8, 16], the table of relative positions, looks like that of 8 rows."""
+    torch.manual_seed(0)
+    settings = {"relative_attention": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
+    settings |= {"pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 32}
+    base = tf.DebertaV2ForSequenceClassification(tf.DebertaV2Config(**SIZES, **settings))
+    with torch.no_grad():
+        base.deberta.encoder.rel_embeddings.weight.normal_()
+    made = {"target_modules": ["query_proj"]}
+    heads = Heads(base, tmp_path, {"a": Made(made | {"modules_to_save": ["LayerNorm"]}), "plain": Made(made)})
+    model, inputs, names = heads.model(), ids(8), ["a", "plain", None, "a"] * 2
+    with torch.no_grad():
+        got = model(input_ids=inputs, adapter_names=names).logits
+        want = heads.truth(rows_of({"input_ids": inputs}), names, "logits")
+    assert_rows(got, want)
+    with pytest.raises(AssertionError):
+        assert_rows(got.roll(1, 0), want)
+
+
+def test_a_norm_of_flattened_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = {"ffn_dim": 20, "max_position_embeddings": 32, "word_embed_proj_dim": 16, "init_std": 0.3}
+    base = tf.OPTForCausalLM(tf.OPTConfig(**SIZES, **settings))
+    heads = Heads(base, tmp_path, {"a": Made({"modules_to_save": ["final_layer_norm"]}), "plain": Made({})})
+    model, inputs, names = heads.model(), ids(3), ["a", "plain", None]
+    with torch.no_grad():
+        got = model(input_ids=inputs, adapter_names=names).logits
+        want = heads.truth(rows_of({"input_ids": inputs}), names, "logits")
+    assert_rows(got, want)
+    with pytest.raises(AssertionError):
+        assert_rows(got.roll(1, 0), want)
+
+
+def test_guidance_needs_vocabularies_of_one_size(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    full = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    heads = Heads(
+        llama(tf.LlamaForCausalLM), tmp_path, {"a": Made(full), "wide": Made(full, vocabulary(47)), "plain": Made({})}
+    )
+    model, inputs = heads.model(), ids(3)
+    settings = {"guidance_scale": 1.5, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    for names in (["wide", "a", None], ["wide", "plain", "wide"]):
+        with pytest.raises(ValueError, match=r"one size for all its rows, got \[40, 47\]"):
+            model.generate(inputs, adapter_names=names, **settings)
+        with pytest.raises(ValueError, match=r"got \[40, 47\]"), model.adapters(names):
+            model.generate(inputs, **settings)
+    for names in (["a", "plain", None], ["wide"] * 3):
+        got = model.generate(inputs, attention_mask=torch.ones_like(inputs), adapter_names=names, **settings)
+        for row, name, prompt in zip(got, names, inputs, strict=True):
+            alone = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt[None])}
+            assert row.tolist() == heads.alone[name].generate(**alone, **settings)[0].tolist(), name
+
+
+def test_a_module_without_rows_says_so(tmp_path: Path) -> None:
+    """Swin's table of relative positions is called without an argument."""
+    torch.manual_seed(0)
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1], "window_size": 4}
+    base = tf.SwinForImageClassification(tf.SwinConfig(**sizes, initializer_range=0.3))
+    table = next(n for n, m in base.named_modules() if any("relative_position_bias_table" in k for k in m._parameters))
+    made = {"target_modules": ["classifier"], "modules_to_save": [table.rpartition(".")[2]]}
+    if made["modules_to_save"] == ["self"]:
+        pytest.skip("this version of Transformers keeps the table in the attention itself")
+    heads = Heads(base, tmp_path, {"a": Made(made)})
+    model, inputs = heads.model(), {"pixel_values": torch.randn(3, 3, 32, 32)}
+    with torch.no_grad():
+        with pytest.raises(RoutingError, match=r"relative_position_bias: its first argument must be a tensor"):
+            model(**inputs, adapter_names=["a", None, "a"])
+        got = model(**inputs, adapter_names=["a"] * 3).logits
+    assert_rows(got, heads.truth(rows_of(inputs), ["a"] * 3, "logits"))

@@ -35,6 +35,12 @@ class SavedWhole(AdaptedLayer, role="saved", kind="other"):
                 return super().__call__(*args, **kwargs)
         table, r = layout.table, layout.own.shape[1]
         assert table is not None
+        if not args or not isinstance(args[0], Tensor):
+            raise RoutingError(
+                f"{slots.name}: its first argument must be a tensor with the rows of this call in front, got "
+                f"{type(args[0]).__name__ if args else 'none'}: it computes what all rows share, so its rows cannot be "
+                f"attributed to adapters. Run one adapter per call for this module"
+            )
         (x, *rest), lead = args, args[0].shape[:-1]
         if routing.ragged or slots.flat:
             x = routing.align(x, r, slots.name, flat=slots.flat)
@@ -65,7 +71,7 @@ def wearing(module: nn.Module, slots: SavedSlots, row: int | None) -> Iterator[N
         yield
         return
     flat, at = slots.a[row], 0
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    before: list[tuple[dict[str, Any], str, Any]] = []
     homes: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers)
     try:
         try:
@@ -75,6 +81,9 @@ def wearing(module: nn.Module, slots: SavedSlots, row: int | None) -> Iterator[N
                     before.append((home, name, tensor))  # type: ignore[arg-type]
                     home[name] = flat[at : at + tensor.numel()].view(tensor.shape)  # type: ignore[index]
                     at += tensor.numel()
+            if "_hf_hook" in module.__dict__:  # which would load the base's tensors, offloaded, in their place
+                before.append((module.__dict__, "forward", module.__dict__["forward"]))
+                module.__dict__["forward"] = module.__dict__["_old_forward"]
             yield
         finally:
             _put_back(before)
@@ -82,7 +91,7 @@ def wearing(module: nn.Module, slots: SavedSlots, row: int | None) -> Iterator[N
         _put_back(before)
 
 
-def _put_back(before: list[tuple[dict[str, Any], str, Tensor]]) -> None:
+def _put_back(before: list[tuple[dict[str, Any], str, Any]]) -> None:
     for home, name, tensor in before:
         home[name] = tensor
 
