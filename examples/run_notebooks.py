@@ -8,10 +8,13 @@ import argparse
 from pathlib import Path
 
 import nbformat
+from base_model import smollm2
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from reranker_model import reranker
 
 HERE = Path(__file__).parent
+MODELS = {"mixed_adapters.ipynb": smollm2, "rerankers.ipynb": reranker}
 
 
 def execute(notebook: NotebookNode, seconds_per_cell: int = 600) -> NotebookNode:
@@ -30,6 +33,9 @@ def execute(notebook: NotebookNode, seconds_per_cell: int = 600) -> NotebookNode
 
 
 def read(path: Path) -> NotebookNode:
+    """The notebook, once its model is converted: the conversion's messages would be among the outputs."""
+    if path.name in MODELS:
+        MODELS[path.name]()
     notebook: NotebookNode = nbformat.read(path, as_version=4)
     return notebook
 

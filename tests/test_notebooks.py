@@ -27,7 +27,8 @@ Outputs = list[list[Any]]
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Any]:
     """examples/run_notebooks.py, with kernels that find this tree."""
-    pytest.importorskip("nbclient", reason="notebooks are executed by nbclient: pip install -e '.[dev]'")
+    for package in ("nbclient", "rich"):
+        pytest.importorskip(package, reason=f"executing notebooks needs {package}: pip install -e '.[dev,notebook]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
