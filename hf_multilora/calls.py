@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from . import passes
 from .entry import bind, parameter_names, prompts_of, rows_of, segments
-from .heads import require_base_labels, require_one_width
+from .heads import require_base_labels, require_widths
 from .routing import RoutingError
 from .runtime import Runtime
 
@@ -146,14 +146,15 @@ def generate(
         rows = runtime.resolve(names, ids)
         arguments = bind(parameter_names(base_generate), args, kwargs)
         configs = [c for c in (arguments.get("generation_config"), model.generation_config) if c is not None]
-        guidance = passes.setting("guidance_scale", arguments, configs)
+        strictness = [passes.setting(name, arguments, configs) for name in ("guidance_scale", "num_beams")]
         if rows is None:
             if not runtime.routing.open:
+                require_widths(runtime, runtime.in_force(), *strictness)
                 return base_generate(*args, **kwargs)
             request = runtime.routing.stack[-1]
             _check_prompts(arguments, len(request.slots))
             base = [0] if any(slot < 0 for slot in request.slots) else []
-            require_one_width(runtime, [*runtime.in_force(), *base], guidance)
+            require_widths(runtime, [*runtime.in_force(), *base], *strictness)
             factors = set(request.factors)
             try:
                 return base_generate(*args, **kwargs)
@@ -161,7 +162,7 @@ def generate(
                 request.factors = factors
                 runtime.routing.enter(len(request.slots))  # the block's own rows again, not those of beams
         _check_prompts(arguments, len(rows))
-        require_one_width(runtime, rows, guidance)
+        require_widths(runtime, rows, *strictness)
         limits = runtime.limits(rows)
         plan = passes.plan_passes(rows, limits)
         if len(plan) == 1:

@@ -35,8 +35,8 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         shape = _shape(module)
         own = name.rpartition(".")[2]
         reason = shape.refused or facts.refusal(name)
-        if reason is None and _inside_experts(name):
-            reason = "modules of single experts are not supported yet"
+        if reason is None and _inside_experts(name, shape.kind):
+            reason = "modules of experts are not supported yet"
         parent: type = type(around)
         if reason is None and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
             never = "" if shape.kind == "other" else "it is never called: "
@@ -84,7 +84,8 @@ def _resizable(model: Any) -> Callable[[str, nn.Module], bool]:
     if not hasattr(model, "get_output_embeddings"):  # a plain module
         return lambda name, module: False
     try:
-        both = (model.get_input_embeddings(), model.get_output_embeddings())
+        capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # the fill as well
+        both = () if capped else (model.get_input_embeddings(), model.get_output_embeddings())
         ends = {id(without_peft(module)) for module in both if module is not None}
     except NotImplementedError:  # it takes no token ids
         ends = set()
@@ -170,8 +171,10 @@ def is_trained_copy(module: Any) -> bool:
     )
 
 
-def _inside_experts(name: str) -> bool:
-    return re.search(r"(^|\.)experts\.(.*\.)?(expert_)?\d+\.", name) is not None
+def _inside_experts(name: str, kind: str) -> bool:
+    """Whether the module belongs to single experts, or holds several experts' own tensors."""
+    single = re.search(r"(^|\.)experts\.(.*\.)?(expert_)?\d+\.", name) is not None
+    return single or (kind == "other" and re.search(r"(^|\.)experts(\.|$)", name) is not None)
 
 
 def _shape(module: nn.Module) -> ModuleShape:

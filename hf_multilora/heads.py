@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +25,10 @@ def id2label(runtime: Runtime, name: str | None) -> dict[int, str]:
     entry = runtime.store.catalogue.by_id(adapter_id)
     if entry.labels is not None:
         return dict(enumerate(entry.labels))
-    width = _width(runtime, adapter_id, output_heads(runtime.model))
-    return own if width in (None, len(own)) else {i: f"LABEL_{i}" for i in range(width)}
+    heads = output_heads(runtime.model)
+    brought = any(site_name(path, SAVED) in entry.ranks for path in heads)
+    width = _width(runtime, adapter_id, heads) if brought else None
+    return own if width is None or width == len(own) else {i: f"LABEL_{i}" for i in range(width)}
 
 
 def _width(runtime: Runtime, adapter_id: int, base: Mapping[str, int]) -> int | None:
@@ -62,15 +66,32 @@ def require_base_labels(runtime: Runtime, ids: Iterable[int], arguments: Mapping
                 )
 
 
-def require_one_width(runtime: Runtime, ids: Iterable[int], guidance: float | None) -> None:
-    """Raises ValueError where rows of a `generate` with guidance_scale have vocabularies of different sizes: it
-    subtracts logits, and of the fill behind the shorter ones that is NaN, which would be the next token."""
-    if guidance in (None, 1):
+def require_widths(runtime: Runtime, ids: Iterable[int], guidance: float | None, beams: int | None) -> None:
+    """Raises ValueError where `generate` cannot have rows with vocabularies of these sizes.
+
+    guidance_scale subtracts logits, and of the fill behind the shorter ones that is NaN, which would be the next token.
+    Beam search of older Transformers takes the config's vocabulary for the logits' width.
+    """
+    model: Any = runtime.model
+    kind: type = type(model)
+    guided, searched = guidance not in (None, 1), (beams or 1) > 1 and _counts_by_config(kind)
+    if not (guided or searched):
         return
     base = output_heads(runtime.model)
     widths = sorted({width for width in (_width(runtime, i, base) for i in set(ids)) if width is not None})
-    if len(widths) > 1:
+    if guided and len(widths) > 1:
         raise ValueError(
             f"a generate with guidance_scale must have vocabularies of one size for all its rows, got {widths}; call "
             f"it once for each size"
         )
+    if searched and widths and widths[-1] != model.config.get_text_config().vocab_size:
+        raise ValueError(
+            f"beam search of this version of Transformers must have logits as wide as the base's vocabulary, "
+            f"{model.config.get_text_config().vocab_size}, got {widths}; leave out num_beams, or update transformers"
+        )
+
+
+@functools.cache
+def _counts_by_config(cls: type) -> bool:
+    """Whether beam search takes the number of logits from the config, by its source."""
+    return "get_text_config().vocab_size" in inspect.getsource(cls._beam_search)  # type: ignore[attr-defined]

@@ -84,11 +84,12 @@ def last_part(path: str | os.PathLike[str]) -> str:
 def load_base(
     base: str | os.PathLike[str], adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, frozenset[str]]:
-    """The base, and its modules that its checkpoint lacks: they hold random values, as a head of an encoder does."""
+    """The base, and the modules that the checkpoint of a classifier lacks, as it is an encoder's: random values."""
     kind = base_class(base, adapters, auto_class, kwargs)
     kwargs = kwargs | labels_for(kind, base, adapters, kwargs)
     model, info = kind.from_pretrained(base, output_loading_info=True, **kwargs)
-    return model, frozenset(key.rpartition(".")[0] for key in info["missing_keys"])
+    missing = info["missing_keys"] if HEADED.search(type(model).__name__) else ()
+    return model, frozenset(key.rpartition(".")[0] for key in missing)
 
 
 def labels_for(

@@ -14,7 +14,7 @@ from torch import nn
 from .catalogue import Limits, check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
-from .formats import SAVED, Adapter, read_adapter, split_site
+from .formats import SAVED, Adapter, read_adapter, site_name, split_site
 from .patches.facts import Facts
 from .pool import BASE
 from .residency import Residency
@@ -160,19 +160,18 @@ class Runtime(Residency):
             self.require_in_place(self.store.catalogue.entry(self.default).ranks)
 
     def require_heads(self, ids: Iterable[int]) -> None:
-        """Raises RoutingError where a row would get random values: a module that the base's checkpoint lacks, as it has
-        no head, and that other adapters bring."""
-        brought = [site for site in self.sites if split_site(site)[1] == SAVED and split_site(site)[0] in self.fresh]
-        if not brought:
+        """Raises RoutingError where a row would get random values: of modules that the base's checkpoint lacks, as it
+        has no head, and that the row's adapter does not bring."""
+        if not self.fresh or not self.store.catalogue.entries:
             return
         for i in dict.fromkeys(ids):
             ranks: Mapping[str, int] = self.store.catalogue.by_id(i).ranks if i else {}
-            lacking = [split_site(site)[0] for site in brought if site not in ranks]
+            lacking = sorted(path for path in self.fresh if site_name(path, SAVED) not in ranks)
             if lacking:
                 who = f"adapter {self.store.catalogue.by_id(i).name!r}" if i else "the base"
                 raise RoutingError(
                     f"every row must have its {lacking[0]} from its adapter, since the base's checkpoint has none, and "
-                    f"rows of {who} have not; name an adapter with modules_to_save={lacking[0]!r}, or load a base that "
+                    f"rows of {who} have not; name an adapter with modules_to_save={lacking!r}, or load a base that "
                     f"has this head"
                 )
 

@@ -38,25 +38,44 @@ def lora_expand_kernel(
     rows, tokens, n, slots, max_rank, stride_y, stride_h, stride_out, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, tile of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
+    """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
     PLANES: partial sums in h, `plane` elements apart, added in their order. OWN_COLUMNS: h has a column for every rank
     row of the pool, and the slot's are at `starts`; else column 0 of its slice's `max_rank` columns is its first.
     STEPS: as in the shrink.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
-    piece, left, width, offset, column = find_columns(tl.program_id(1), slices, n, SLICES, BLOCK_N)
-    if (slot > slots) | (piece >= SLICES):
+    if slot > slots:
         return
+    token, live = tokens_of(order, first, end, tokens, BLOCK_M)
+    for i in tl.static_range(LOOP):
+        tile = tl.program_id(1) * LOOP + i
+        piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N)
+        if piece < SLICES:
+            expand_columns(
+                y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
+                n, slots, max_rank, stride_y, stride_h, stride_out, plane,
+                PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def expand_columns(
+    y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
+    n, slots, max_rank, stride_y, stride_h, stride_out, plane,
+    PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of columns of one slice, for the tokens of one slot."""
     entry = piece * slots + slot
     r = tl.load(ranks + entry, mask=slot < slots, other=0)
     start = tl.load(starts + entry, mask=slot < slots, other=0).to(tl.int64)
-    token, live = tokens_of(order, first, end, tokens, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
     inside = columns < width
     edge = live[:, None] & inside[None, :]
+    before = tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0)
     if OWN_COLUMNS:
         h_tile = h + token[:, None] * stride_h + start
     else:
@@ -76,12 +95,9 @@ def lora_expand_kernel(
             some_h = tl.load(h_tile + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
             for z in tl.static_range(1, PLANES):
                 some_h += tl.load(h_tile + z * plane + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
-            if some_h.dtype != some_b.dtype:
-                part = tl.dot(some_h.to(tl.float32), some_b.to(tl.float32), part, input_precision=PRECISION)
-            else:
-                part = tl.dot(some_h, some_b, part, input_precision=PRECISION)
+            part = product(some_h, some_b, part, PRECISION)
         total = total + part if STEPS > 1 else part
-    total += tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0).to(tl.float32)
+    total += before.to(tl.float32)
     if SCALE:
         factor = tl.load(scale + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=1.0)
         total *= factor.to(tl.float32)[None, :]
@@ -89,3 +105,17 @@ def lora_expand_kernel(
         shift = tl.load(bias + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=0.0)
         total += shift.to(tl.float32)[None, :]
     tl.store(out + token[:, None] * stride_out + (left + columns)[None, :], total.to(out.dtype.element_ty), mask=edge)
+
+
+@triton.jit
+def product(h, b, total, PRECISION: tl.constexpr):
+    """total + h b. A float32 h is cut into two bfloat16 for a bfloat16 b: 16 bits of it, 7 more than the result keeps,
+    at a quarter of the time of three passes of TF32."""
+    if h.dtype == b.dtype:
+        return tl.dot(h, b, total, input_precision=PRECISION)
+    elif b.dtype == tl.bfloat16:
+        high = h.to(tl.bfloat16)
+        low = (h - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(low, b, tl.dot(high, b, total))
+    else:
+        return tl.dot(h.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .backends import KernelError
 from .lora_expand import lora_expand_kernel
 from .lora_shrink import lora_shrink_kernel
 
+MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
 NARROW = 64  # tokens per group up to which the smallest tile is used
 # of the compiler, its assembler, and the C compiler (a missing one too) that builds launchers
 BROKEN = (triton.CompilationError, PTXASError, triton.OutOfResources, subprocess.CalledProcessError, FileNotFoundError)
@@ -34,9 +35,11 @@ class Tiles:
     block_k: int
     block_n: int
     warps: int = 4
+    loop: int = 1  # tiles of columns that one program of the expand writes
 
 
 FIXED = Tiles(16, 16, 64, 64)
+LONG = Tiles(16, 16, 128, 256, loop=4)
 
 
 @functools.cache
@@ -169,12 +172,15 @@ def _expand_plan(
     """(grid, constants of the kernel); cached, since an eager call has hundreds."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
+    if t.block_m > 16 and bound <= 16 and dtype.itemsize == 2:  # little to multiply: what counts is the order of writes
+        t = LONG if rows * tokens >= MANY else replace(LONG, loop=2)
     constants = {
         "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "num_warps": t.warps, "num_stages": 1,
+        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "num_warps": t.warps, "num_stages": 1,
     }  # fmt: skip
-    return (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(n, t.block_n) + pieces - 1), constants
+    columns = triton.cdiv(n, t.block_n) + pieces - 1
+    return (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop)), constants
 
 
 def expand(

@@ -61,7 +61,9 @@ def labels(head: str, n: int) -> Prepare:
     def prepare(base: Any) -> None:
         parent, _, name = head.rpartition(".")
         old = base.get_submodule(head)
-        setattr(base.get_submodule(parent), name, nn.Linear(old.in_features, n, bias=old.bias is not None).to(old.weight))
+        setattr(
+            base.get_submodule(parent), name, nn.Linear(old.in_features, n, bias=old.bias is not None).to(old.weight)
+        )
         base.config.num_labels = n
         base.num_labels = n
 

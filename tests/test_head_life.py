@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import transformers as tf
 from peft import PeftModel
 from torch._dynamo.testing import CompileCounter
 
-from hf_multilora import MultiLoRAModel, RoutingError
+from hf_multilora import AdapterError, MultiLoRAModel, RoutingError
+from hf_multilora.heads import _counts_by_config
 from hf_multilora.layers import saved
-from tests.heads import VOCAB, Heads, Made, bert, ids, labels, llama, roberta, vocabulary
+from tests.heads import VOCAB, Heads, Made, bert, gemma, ids, labels, llama, roberta, vocabulary
 from tests.test_heads import assert_rows
 
 SEQ = {"task_type": "SEQ_CLS"}
@@ -58,7 +60,12 @@ def test_generate_with_vocabularies_of_different_sizes(words: Heads, beams: int)
     model, inputs = words.model(), ids(4)
     inputs[2, -1] = VOCAB + 3  # the larger vocabulary's own
     settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "eos_token_id": None}
-    got = model.generate(inputs, attention_mask=torch.ones_like(inputs), adapter_names=NAMES, **settings)
+    run = partial(model.generate, inputs, attention_mask=torch.ones_like(inputs), adapter_names=NAMES, **settings)
+    if beams > 1 and _counts_by_config(type(model)):
+        with pytest.raises(ValueError, match=r"as wide as the base's vocabulary, 40, got \[40, 47\]"):
+            run()
+        return
+    got = run()
     for row, name, prompt in zip(got, NAMES, inputs, strict=True):
         alone = words.alone[name].generate(
             input_ids=prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings
@@ -143,8 +150,8 @@ def test_one_product_per_adapter(
     """Where one with the rows of all slots would be too large, as with vocabularies."""
     monkeypatch.setattr(saved, "DENSE_WORK", 0)
     heads = request.getfixturevalue(family)
-    if backend == "triton" and not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
-        pytest.skip("Triton runs on CPU tensors in its interpreter only")
+    if backend == "triton" and "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("Triton runs on CPU tensors in its interpreter only; tests/gpu runs this on a device")
     model = heads.model(backend=backend)
     check(heads, model)
     check(heads, model, ["wide", "a", "a", "wide"])
@@ -252,6 +259,31 @@ def test_a_base_without_a_head(encoder: tuple[Heads, str]) -> None:
     with pytest.raises(RoutingError, match="the base"):
         model.set_adapter(None)
         model(input_ids=inputs)
+
+
+def test_what_an_adapter_does_not_bring_of_a_fresh_head_is_an_error(tmp_path: Path) -> None:
+    """PEFT saves `classifier` unless told more, and leaves a pooler that the checkpoint lacks to chance."""
+    torch.manual_seed(0)
+    tf.BertModel(bert().config, add_pooling_layer=False).save_pretrained(tmp_path / "base")
+    base = tf.BertForSequenceClassification.from_pretrained(tmp_path / "base")
+    whole = {"modules_to_save": ["pooler", "classifier"]}
+    heads = Heads(base, tmp_path, {"half": Made(SEQ), "whole": Made(SEQ | whole)})
+    paths = {name: str(tmp_path / name) for name in ("half", "whole")}
+    model, inputs = MultiLoRAModel.from_pretrained(str(tmp_path / "base"), paths), ids(2)
+    with torch.no_grad():
+        got = model(input_ids=inputs, adapter_names=["whole"] * 2).logits
+        assert_rows(got, heads.truth(rows_of(inputs), ["whole"] * 2, "logits"))
+        with pytest.raises(RoutingError, match=r"its bert.pooler.dense from its adapter.*rows of adapter 'half'"):
+            model(input_ids=inputs, adapter_names=["whole", "half"])
+
+
+def test_a_capped_head_keeps_its_vocabulary(tmp_path: Path) -> None:
+    """The cap would make numbers of the fill."""
+    torch.manual_seed(0)
+    full = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    heads = Heads(gemma(), tmp_path, {"wide": Made(full, vocabulary(47))})
+    with pytest.raises(AdapterError, match=r"\[40, 16\].*\[47, 16\]"):
+        heads.model()
 
 
 def test_a_plan_counts_heads(scores: Heads) -> None:

@@ -108,7 +108,7 @@ def _pick(value: Any, rows: Tensor, r: int) -> Any:
 
 
 def _merge(name: str, parts: list[Any], order: Tensor) -> Any:
-    if isinstance(parts[0], Tensor):
+    if isinstance(parts[0], Tensor) and sum(part.shape[0] for part in parts) == order.shape[0]:
         return torch.cat(parts)[order]
     if isinstance(parts[0], tuple):
         return tuple(_merge(name, list(some), order) for some in zip(*parts, strict=True))

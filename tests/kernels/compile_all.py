@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from hf_multilora.kernels.lora_expand import lora_expand_kernel
 from hf_multilora.kernels.lora_shrink import lora_shrink_kernel
-from hf_multilora.kernels.triton_backend import FIXED, tiles
+from hf_multilora.kernels.triton_backend import FIXED, LONG, tiles
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a block can have
 TABLES = {name: "*i32" for name in ("order", "offsets", "starts", "ranks")}
@@ -36,7 +36,7 @@ def compiled(
 def main(targets: list[int]) -> int:
     worst = 0
     for target, (dtype, (precision, width)) in itertools.product(targets, DTYPES.items()):
-        for t in (FIXED, tiles(1 << 16, 8, 128, width)):  # the smallest and the largest
+        for t in (FIXED, tiles(1 << 16, 8, 128, width), LONG):  # the smallest, the largest, and of low ranks
             common = {"SLOTS": 16, "BLOCK_M": t.block_m, "BLOCK_R": t.block_r}
             common |= {"PRECISION": precision, "STEPS": 1 + (width == 4)}
             data = TABLES | {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
@@ -46,7 +46,7 @@ def main(targets: list[int]) -> int:
             for own, pieces, planes in ((False, 1, 4), (True, 1, 1), (False, 3, 1)):
                 constants = common | {
                     "BLOCK_N": t.block_n, "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own,
-                    "SCALE": pieces > 1, "BIAS": pieces > 1,
+                    "SCALE": pieces > 1, "BIAS": pieces > 1, "LOOP": t.loop,
                 }  # fmt: skip
                 pointers = data | {"h": f"*{dtype}" if own else "*fp32"}
                 extra = {"slices": "*i64", "scale": f"*{dtype}", "bias": f"*{dtype}"}
