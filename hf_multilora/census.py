@@ -84,8 +84,7 @@ def _resizable(model: Any) -> Callable[[str, nn.Module], bool]:
     if not hasattr(model, "get_output_embeddings"):  # a plain module
         return lambda name, module: False
     try:
-        capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # the fill as well
-        both = () if capped else (model.get_input_embeddings(), model.get_output_embeddings())
+        both = (model.get_input_embeddings(), model.get_output_embeddings())
         ends = {id(without_peft(module)) for module in both if module is not None}
     except NotImplementedError:  # it takes no token ids
         ends = set()

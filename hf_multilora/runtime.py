@@ -14,7 +14,7 @@ from torch import nn
 from .catalogue import Limits, check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
-from .formats import SAVED, Adapter, read_adapter, site_name, split_site
+from .formats import SAVED, Adapter, AdapterError, read_adapter, site_name, split_site
 from .patches.facts import Facts
 from .pool import BASE
 from .residency import Residency
@@ -83,6 +83,7 @@ class Runtime(Residency):
     def register(self, name: str, adapter: Adapter, reader: Reader | None, *, replace: bool) -> None:
         """Adapt the modules that the adapter trains and put it in the store; on an error nothing is changed."""
         check_name(name)
+        self._refuse_capped(adapter)
         with self.store.lock:
             before = set(self.sites)
             try:
@@ -96,6 +97,21 @@ class Runtime(Residency):
                 for new in set(self.sites) - before - trained:
                     self.release_site(new)
                 raise
+
+    def _refuse_capped(self, adapter: Adapter) -> None:
+        """Raises AdapterError where logits of another number are capped by the model: the fill behind a row's own would
+        become a number."""
+        config: Any = getattr(self.model, "config", None)
+        if config is None or not getattr(config.get_text_config(), "final_logit_softcapping", None):
+            return
+        for site, pair in adapter.factors.items():
+            module = self.module_of(site)
+            if split_site(site)[1] == SAVED and isinstance(module, nn.Linear) and pair.r != module.out_features:
+                raise AdapterError(
+                    f"{adapter.source}: {split_site(site)[0]} must have {module.out_features} rows as the base's, got "
+                    f"{pair.r}: this model caps its logits (final_logit_softcapping), so that rows of other adapters "
+                    f"could not end in -inf; resize the base (resize_token_embeddings) before from_pretrained"
+                )
 
     def set_default(self, name: str | None) -> None:
         """What rows get when a call names none; the adapter stays in its slot while it is the default."""

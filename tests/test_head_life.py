@@ -282,7 +282,7 @@ def test_a_capped_head_keeps_its_vocabulary(tmp_path: Path) -> None:
     torch.manual_seed(0)
     full = {"modules_to_save": ["embed_tokens", "lm_head"]}
     heads = Heads(gemma(), tmp_path, {"wide": Made(full, vocabulary(47))})
-    with pytest.raises(AdapterError, match=r"\[40, 16\].*\[47, 16\]"):
+    with pytest.raises(AdapterError, match="must have 40 rows as the base's, got 47"):
         heads.model()
 
 
