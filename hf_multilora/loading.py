@@ -225,7 +225,7 @@ def unpatch(model: Any) -> Any:
         if runtime.routing.open:
             raise RuntimeError("unpatch must not run inside a call or an adapters() block")
         for module, slots in runtime.sites.values():
-            if module.__dict__.get(f"_{slots.role}") is slots:  # not so after an interrupt
+            if module.__dict__.get(slots.attribute) is slots:  # not so after an interrupt
                 require_unwrappable(module)
         runtime.set_default(None)
         runtime.store.delete(*runtime.store.catalogue.entries)  # who still holds the runtime must find no adapters

@@ -6,7 +6,9 @@ consecutive rows of both: no padding to a maximum rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -130,6 +132,7 @@ class Layout:
         self.table: RowTables | None = None
         self.single: dict[int, RowTables] = {}
         self.live, self.whole, self.widest = False, False, 0
+        self._chunks: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made anew, as pickle does not keep that tables are views of one buffer; a copy has no rows in force."""
@@ -152,6 +155,7 @@ class Layout:
         """The rows in force; `present`: the slots that occur in them, BASE too. keep: what is written for when as many
         rows come again: a graph that was captured with them reads it."""
         self.table = table
+        self._chunks = None
         self.live = not present.isdisjoint(self.spans)
         self.whole = present <= self.spans.keys()
         self.widest = max((self.spans[slot][1] for slot in present if slot in self.spans), default=0)
@@ -173,6 +177,21 @@ class Layout:
         else:
             at = table.row_slots.long().remainder(self.both.shape[1])  # BASE, -1, is the last column
             self.own.copy_(self.both.index_select(1, at))
+
+    def chunks(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows in force as C equal chunks of one slot each, as few as there can be: rank rows int64 [C, w] of each,
+        w the widest rank, and bool [C, w] True where they are not its own (None: all are). Made once per change.
+        """
+        if self._chunks is None:
+            assert self.table is not None
+            slots = self.table.row_slots.tolist()
+            size = math.gcd(*(len(list(run)) for _, run in groupby(slots)))
+            with torch.inference_mode(False):  # calls with gradients keep them
+                spans = torch.tensor([self.spans.get(slot, (0, 0)) for slot in slots[::size]])  # [C, 2]
+                columns = torch.arange(self.widest)
+                rows, shut = (spans[:, :1] + columns).clamp(max=self.width - 1), columns >= spans[:, 1:]
+                self._chunks = rows.to(self.device), shut.to(self.device) if shut.any() else None
+        return self._chunks
 
     def alone(self, slot: int) -> RowTables:
         """Tables for one row that has this slot, made once."""

@@ -82,7 +82,7 @@ class Sites:
 
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
-        if module.__dict__.get(f"_{slots.role}") is slots:
+        if module.__dict__.get(slots.attribute) is slots:
             unwrap(module, slots.role)
         del self.sites[name]
         del self.parents[name]
@@ -96,7 +96,7 @@ class Sites:
     def _in_place(self, name: str) -> bool:
         parent, own = self.parents[name]
         module, slots = self.sites[name]
-        return parent._modules.get(own) is module and module.__dict__.get(f"_{slots.role}") is slots
+        return parent._modules.get(own) is module and module.__dict__.get(slots.attribute) is slots
 
     def _replaced(self, name: str) -> RuntimeError:
         trained = [entry.name for entry in self.store.catalogue if name in entry.ranks]

@@ -1,7 +1,8 @@
 """The operations in plain torch: the specification of every other backend, and the one that runs on a CPU.
 
-`shrink` and `expand` group the rows by slot and run one matmul per slot. `expand_gated` serves few tokens: one dense
-matmul over the rank rows of all slots, with the columns that are not a row's own closed.
+`shrink` and `expand` group the rows by slot and run one matmul per slot. `add_each` is both at once for a moderate
+number of rows: one batched matmul each, over copies of the rows' own A and B. `expand_gated` serves few tokens: one
+dense matmul over the rank rows of all slots, with the columns that are not a row's own closed.
 """
 
 from __future__ import annotations
@@ -95,9 +96,32 @@ def expand_gated(y: Tensor, h: Tensor, b: Tensor, closed: Tensor) -> Tensor:
     return torch.addmm(y.flatten(0, 1), own.flatten(0, 1), b).view(y.shape)
 
 
-def add_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """y + B^T (A x) where all rows share one adapter: y [..., N], x [..., K], a [r, K], b [r, N]."""
+def add_each(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, shut: Tensor | None, own_y: bool) -> Tensor:
+    """y + B^T (A x) with the rank rows of each of C equal chunks of the batch: y [R, T, N], x [R, T, K], a [P, K],
+    b [P, N], rows int64 [C, w]. shut bool [C, w]: those that count for nothing, which are replaced, not multiplied: an
+    overflow there must not become NaN here. own_y: y is nobody else's, so the sum may be written into it.
+    """
+    chunks, w = rows.shape
+    wide = torch.promote_types(torch.promote_types(y.dtype, b.dtype), torch.float32)
+    own_a, own_b = (m.index_select(0, rows.flatten()).view(chunks, w, m.shape[1]).to(wide) for m in (a, b))
+    with torch.autocast(y.device.type, enabled=False):  # which would multiply in a coarser dtype
+        h = torch.bmm(x.reshape(chunks, -1, x.shape[2]).to(wide), own_a.mT)
+        if shut is not None:
+            h, own_b = h.masked_fill(shut[:, None], 0), own_b.masked_fill(shut[..., None], 0)
+        flat = y.reshape(chunks, -1, y.shape[2])
+        if own_y and y.dtype == wide:
+            flat.baddbmm_(h, own_b)
+            return y
+        return torch.baddbmm(flat.to(wide), h, own_b).to(y.dtype).view(y.shape)  # rounded once, at the end
+
+
+def add_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor, own_y: bool = False) -> Tensor:
+    """y + B^T (A x) where all rows share one adapter: y [..., N], x [..., K], a [r, K], b [r, N]. own_y: y is nobody
+    else's, so the sum may be written into it."""
     wide = torch.promote_types(y.dtype, b.dtype)  # rounded once, at the end
-    h = torch.matmul(x.to(a.dtype), a.t()).to(wide)
-    flat = torch.addmm(y.reshape(-1, y.shape[-1]).to(wide), h.reshape(-1, h.shape[-1]), b.to(wide))
+    h = torch.matmul(x.to(a.dtype), a.t()).to(wide).reshape(-1, a.shape[0])
+    if own_y and y.dtype == wide:
+        y.view(-1, y.shape[-1]).addmm_(h, b.to(wide))
+        return y
+    flat = torch.addmm(y.reshape(-1, y.shape[-1]).to(wide), h, b.to(wide))
     return flat.to(y.dtype).view(y.shape)

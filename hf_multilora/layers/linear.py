@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from ..kernels import ops  # noqa: F401 (registers the operations)
 from ..kernels.backends import TORCH, Backend
-from ..kernels.torch_backend import add_one, expand_gated
+from ..kernels.torch_backend import add_each, add_one, expand_gated
 from . import augmented
 from .base import AdaptedLayer
 from .rows import BASE_ONLY, ONE, SlotRows
 from .slots import ModuleSlots
+
+EACH_WORK = 1 << 22  # numbers in the copies of A and B that are made for the rows of a call; beyond, grouped operations
 
 
 class LoraLinear(AdaptedLayer, kind="linear"):
@@ -31,7 +33,7 @@ class LoraLinear(AdaptedLayer, kind="linear"):
         if path == ONE:
             y = super().__call__(*args, **kwargs)
             if not backend.fixed:
-                return add_one(y, x, *slots.own())
+                return add_one(y, x, *slots.own(), _fresh(self, y))
             tables = slots.tables(slots.routing.uniform)
             return _grouped(y.reshape(1, -1, y.shape[-1]), x.reshape(1, -1, x.shape[-1]), slots, tables).view(y.shape)
         rows = slots.routing.align(x, layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
@@ -50,7 +52,17 @@ class LoraLinear(AdaptedLayer, kind="linear"):
             a, b, wide = slots.a_used, slots.b_used, torch.promote_types(y.dtype, slots.b.dtype)
             h = F.linear(rows.to(a.dtype), a).to(wide)
             return expand_gated(out.to(wide), h, b.to(wide), layout.closed).to(y.dtype).view(y.shape)
+        if backend.name == TORCH and not slots.open_mix():
+            own, shut = layout.chunks()
+            if own.numel() * (slots.in_features + slots.out_features) <= EACH_WORK:
+                return add_each(out, rows.to(slots.a.dtype), slots.a, slots.b, own, shut, _fresh(self, y)).view(y.shape)
         return _grouped(out, rows, slots, slots.tables()).view(y.shape)
+
+
+def _fresh(module: Any, y: Tensor) -> bool:
+    """Whether y, which the module's class returned, is known to be nobody else's and needed for no gradient."""
+    plain = type(module).forward is nn.Linear.forward and augmented.plain_call(module)
+    return plain and y.is_contiguous() and not y.requires_grad and not torch.compiler.is_compiling()
 
 
 def _grouped(y: Tensor, x: Tensor, slots: ModuleSlots, tables: tuple[Tensor, ...]) -> Tensor:

@@ -23,7 +23,8 @@ class SlotRows:
     An adapter owns r rows of both while it is in a slot; what they hold is in the docstring of formats/base.py.
     """
 
-    role = ""  # attribute of the module is "_" + role
+    role = ""
+    attribute = ""  # of the module that holds it: "_" + role
     gated = False  # whether its layout says which rank rows are closed to a batch row, or where a row's own rows lie
     unit = 1  # pools are made in multiples of it
     tied = False
@@ -57,6 +58,10 @@ class SlotRows:
         self.b = torch.zeros(0, out_features, dtype=self.b_dtype(torch.float32))
         self.converted = False  # to another dtype since they were filled: they may have lost digits
         self.look()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.attribute = f"_{cls.role}"
 
     def b_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of b where a has `dtype`."""

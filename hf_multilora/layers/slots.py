@@ -15,6 +15,7 @@ from .rows import SlotRows
 # Tokens of a call up to which one dense matmul over the rank rows of all slots is used, beyond it grouped operations.
 # On a CPU the dense one was faster at 8 tokens and 8 adapters, the grouped ones at 512.
 DENSE_TOKENS_CPU = 32
+DENSE_ROWS_CPU = 128  # of its rank rows, beyond which those of other slots cost more than a copy of the rows' own
 # With Triton the augmented weight serves tokens x rank rows up to DENSE_WORK, in all linears of an 8B shape on an H200
 # faster than shrink + expand, or as fast; beyond, the other slots' rank rows cost more than they save.
 DENSE_WORK = 1 << 20
@@ -62,7 +63,8 @@ class ModuleSlots(SlotRows):
         self.bias_used = None if self.bias_buffer is None else self.bias_buffer[:end]  # [N + w]
         self._see(self.a_used.data_ptr(), self.b_used.data_ptr(), width)
         if self.backend.name == TORCH:
-            self.dense_tokens = sys.maxsize if self.a.is_cuda else DENSE_TOKENS_CPU
+            few = DENSE_TOKENS_CPU if width <= DENSE_ROWS_CPU else 0
+            self.dense_tokens = sys.maxsize if self.a.is_cuda else few
         else:
             dense = self.laid and not self.backend.fixed and width <= DENSE_ROWS
             self.dense_tokens = DENSE_WORK // max(width, 1) if dense else 0
