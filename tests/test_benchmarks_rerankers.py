@@ -143,3 +143,23 @@ def test_the_formula_of_heads_is_that_of_peft() -> None:
         expected = model(input_ids=ids[row : row + 1]).logits[0]
         torch.testing.assert_close(found[row], expected, atol=1e-10, rtol=1e-10)
         assert (plain[row] - expected).abs().min() > 1e-3
+
+
+@torch.no_grad()
+def test_attention_has_no_mask_eager_or_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the captured bare model is slow, and everything looks fast beside it."""
+    masks: list[Any] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*args: Any, attn_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    base = gpu_rerankers.random_base("tiny", None, torch.float32, "cpu")
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)  # noqa: B023
+        base(input_ids=torch.full((2, 6), 7))
+    assert masks == [None] * 4
+    base(input_ids=torch.full((2, 6), 7), attention_mask=torch.zeros(2, 1, 6, 6))
+    assert masks[-1] is not None
