@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,13 @@ SHAPES = {  # random weights
 }  # fmt: skip
 
 
+def examples_on_path() -> None:
+    """The scripts of examples/ import each other by their plain names."""
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def base_loader(base: str, device: str) -> tuple[str, Callable[[], PreTrainedModel]]:
     """(which base it is, function that makes a fresh copy of it in float32).
 
@@ -36,8 +44,9 @@ def base_loader(base: str, device: str) -> tuple[str, Callable[[], PreTrainedMod
     key of SHAPES; else a folder or Hub id.
     """
     if base == "auto":
+        examples_on_path()
         try:
-            from examples.base_model import NAME, smollm2
+            from base_model import NAME, smollm2
 
             folder = smollm2()
         except ModuleNotFoundError as missing:

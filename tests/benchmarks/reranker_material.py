@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from .material import Pairs, random_adapter
+from .material import Pairs, examples_on_path, random_adapter
 
 TARGETS = ("query", "key", "value")
 HEAD = "classifier"
@@ -51,9 +50,7 @@ def base_folder(base: str, scratch: Path) -> tuple[str, str]:
     and a key of SHAPES; else a folder or Hub id.
     """
     if base == "auto":
-        examples = str(Path(__file__).resolve().parents[2] / "examples")
-        if examples not in sys.path:  # its files import each other by their plain names
-            sys.path.append(examples)
+        examples_on_path()
         from reranker_model import NAME, reranker
 
         try:
