@@ -212,6 +212,7 @@ class Marks:
         tensors -= sum(1 + 2 * len(host.places) for host in kinds[HostAdapter])
         tensors -= sum(2 * len(site.views) for site in kinds[ModuleSlots])
         tensors -= sum(1 + len(staging.views) for staging in kinds[Staging])
+        tensors -= sum(sum(t is not None for t in layout._chunks or ()) for layout in kinds[Layout])
         tensors -= sum(held * len(kinds[kind]) for kind, held in TENSORS.items())
         counts = {kind.__name__: len(found) for kind, found in kinds.items()}
         proc, files, mapped = Path("/proc/self"), None, None

@@ -199,6 +199,7 @@ def test_the_class_is_that_of_from_pretrained(tmp_path: Path, task: Any, setting
     path = str(save_adapter(bare, tmp_path / "a", targets=targets, task_type=task))
     plan = MultiLoRAModel.plan(tmp_path / "base", [path], **settings)
     model = MultiLoRAModel.from_pretrained(tmp_path / "base", [path], **settings)
+    model._multilora.fresh = frozenset()  # the checkpoint has no head, whose random values are of no matter here
     assert_equal(plan, (use_all(model), {"a": model.list_adapters()[0]["bytes"]}))
     assert plan.base_bytes == sum(p.nbytes for p in bare.parameters())
     names = {name.rsplit(".", 1)[-1] for name in plan.per_module}

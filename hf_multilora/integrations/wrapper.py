@@ -227,5 +227,8 @@ def _fresh(transformer: Any) -> frozenset[str]:
     made_of = model.config.architectures
     if transformer.transformer_task != "sequence-classification" or not made_of or made_of[0].endswith(suffix):
         return frozenset()
-    outside = (name for name, _ in model.named_modules() if name.split(".")[0] not in ("", model.base_model_prefix))
-    return frozenset(outside)
+    return frozenset(
+        name
+        for name, module in model.named_modules()
+        if module._parameters and name.split(".")[0] not in ("", model.base_model_prefix)
+    )
