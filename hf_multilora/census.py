@@ -18,6 +18,7 @@ LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out
 OWN_WEIGHT_USE = ("NonDynamicallyQuantizableLinear",)  # nn.MultiheadAttention reads its weight and never calls it
 ROUTER = re.compile(r"Router|TopK")
 SCALED = re.compile(r"ScaledWordEmbedding$")
+# classes whose head has num_labels outputs
 CLASSIFIER = re.compile(r"For(Sequence|Token|Image|Audio|Video)Classification$")
 HEAD = re.compile(r"(^|\.)(score|classifier|classification_head|head|heads)(\.|$)")
 PLACEHOLDER = re.compile(r"^(image|video|audio|speech)_token_(id|index)$")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .census import is_trained_copy, is_tuner, without_peft
+from .census import CLASSIFIER, is_trained_copy, is_tuner, without_peft
 from .config import MultiLoRAConfig
 from .entry import EntryHook, remove_entry_hooks
 from .formats import AUTO_CLASSES, adapter_from_tensors
@@ -17,8 +16,6 @@ from .layers.base import AdaptedLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
 from .patches.facts import facts_of, is_distributed
 from .runtime import Runtime
-
-HEADED = re.compile(r"For(Sequence|Token|Image|Audio)Classification$")  # classes whose head has num_labels outputs
 
 FEW = 8  # adapters that are loaded without a progress bar
 
@@ -88,7 +85,7 @@ def load_base(
     kind = base_class(base, adapters, auto_class, kwargs)
     kwargs = kwargs | labels_for(kind, base, adapters, kwargs)
     model, info = kind.from_pretrained(base, output_loading_info=True, **kwargs)
-    missing = info["missing_keys"] if HEADED.search(type(model).__name__) else ()
+    missing = info["missing_keys"] if CLASSIFIER.search(type(model).__name__) else ()
     return model, frozenset(key.rpartition(".")[0] for key in missing)
 
 
@@ -98,11 +95,11 @@ def labels_for(
     """Arguments that give a base whose checkpoint has no classifier the labels of the first adapter that has one."""
     import transformers
 
-    if {"config", "num_labels", "id2label"} & kwargs.keys() or not HEADED.search(kind.__name__):
+    if {"config", "num_labels", "id2label"} & kwargs.keys() or not CLASSIFIER.search(kind.__name__):
         return {}
     where = {key: kwargs[key] for key in WHERE if key in kwargs}
     config = transformers.AutoConfig.from_pretrained(base, **where)
-    if any(HEADED.search(name) for name in config.architectures or ()):
+    if any(CLASSIFIER.search(name) for name in config.architectures or ()):
         return {}
     return next(filter(None, map(own_labels, adapters.values())), {})
 

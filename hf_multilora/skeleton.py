@@ -35,11 +35,10 @@ def skeleton(
     from transformers import AutoConfig, PreTrainedModel
     from transformers.initialization import meta_device_safe_creation_ops
 
-    kwargs = dict(kwargs)
     kind = base_class(base, adapters, auto_class, kwargs)
     concrete = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
     where = {key: kwargs[key] for key in WHERE if key in kwargs}
-    given = kwargs | labels_for(kind, base, adapters, kwargs)
+    given = {**kwargs, **labels_for(kind, base, adapters, kwargs)}
     settings = {key: value for key, value in given.items() if key not in (*WHERE, *NO_MATTER)}
     dtype, old_spelling = settings.pop("dtype", None), settings.pop("torch_dtype", None)
     dtype = old_spelling if dtype is None else dtype

@@ -27,7 +27,6 @@ class SlotRows:
     attribute = ""  # of the module that holds it: "_" + role
     gated = False  # whether its layout says which rank rows are closed to a batch row, or where a row's own rows lie
     unit = 1  # pools are made in multiples of it
-    tied = False
     laid = False
     buffer: Tensor | None = None
 
