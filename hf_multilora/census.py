@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .formats import ModuleShape
+from .moe import experts_of, router_of
 from .patches.facts import Facts, configs_in
 
 LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out]
 OWN_WEIGHT_USE = ("NonDynamicallyQuantizableLinear",)  # nn.MultiheadAttention reads its weight and never calls it
-ROUTER = re.compile(r"Router|TopK")
 SCALED = re.compile(r"ScaledWordEmbedding$")
 # classes whose head has num_labels outputs
 CLASSIFIER = re.compile(r"For(Sequence|Token|Image|Audio|Video)Classification$")
@@ -37,9 +37,9 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         own = name.rpartition(".")[2]
         reason = shape.refused or facts.refusal(name)
         if reason is None and _inside_experts(name, shape.kind):
-            reason = "modules of experts are not supported yet"
+            reason = f"{type(around if shape.kind != 'other' else module).__name__} is outside Transformers' experts interface"
         parent: type = type(around)
-        if reason is None and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
+        if reason is None and shape.kind not in ("router", "experts") and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
             never = "" if shape.kind == "other" else "it is never called: "
             reason = f"{never}{parent.__name__} uses its weight directly"
         mixable = not facts.matches("unmixable", name) and not outside(name)
@@ -178,6 +178,9 @@ def _inside_experts(name: str, kind: str) -> bool:
 
 
 def _shape(module: nn.Module) -> ModuleShape:
+    special = experts_of(module) or router_of(module)
+    if special is not None:
+        return special
     kind = type(module).__name__
     weight = module._parameters.get("weight")
     plain = weight if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta else None
@@ -186,8 +189,6 @@ def _shape(module: nn.Module) -> ModuleShape:
         refused = None
         if kind in OWN_WEIGHT_USE:
             refused = "it is never called: nn.MultiheadAttention uses its weight directly"
-        elif ROUTER.search(kind):
-            refused = "router gates are not supported yet"
         return ModuleShape("linear", module.in_features, module.out_features, refused, weight=plain, bias=bias)
     if kind in LINEAR_NAMES and isinstance(weight, Tensor) and weight.dim() == 2:
         return ModuleShape("linear", weight.shape[0], weight.shape[1], bias=bias, transposed=True)

@@ -1,0 +1,70 @@
+"""Experts and routers of a mixture-of-experts model, as an adapter sees them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from .formats import ExpertsShape, ModuleShape, Projection
+
+ROUTER = re.compile(r"Router|TopK|Gate")
+# what a router's forward does with its weight; other uses cannot be followed
+LINEAR_USE = re.compile(r"linear\([^\n]*self\.weight|super\(\)\.forward\(")
+# the attributes that Transformers' decorator gives to a class of its experts interface
+INTERFACE = ("config", "has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+def experts_of(module: Any) -> ModuleShape | None:
+    """The shape of a module in Transformers' experts interface, None for any other."""
+    if not hasattr(type(module).forward, "__wrapped__") or not all(hasattr(module, name) for name in INTERFACE):
+        return None
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    parameters = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    refused = _refusal(module, first)
+    if refused is not None:
+        return ModuleShape("experts", refused=refused)
+    projections: dict[str, Projection] = {}
+    for name in (first, "down_proj"):
+        _, out, inner = parameters[name].shape
+        if module.is_transposed:
+            out, inner = inner, out
+        projections[name] = Projection(name, inner, out)
+        if module.has_bias:
+            projections[f"{name}_bias"] = Projection(f"{name}_bias", 1, out)
+    if module.has_gate and module.is_concatenated:
+        both = projections[first]
+        half = both.out_features // 2
+        projections["gate_proj"] = Projection(first, both.in_features, half)
+        projections["up_proj"] = Projection(first, both.in_features, half, first=half)
+    shape = ExpertsShape(module.num_experts, projections, tuple(parameters))
+    return ModuleShape("experts", experts=shape)
+
+
+def _refusal(module: Any, first: str) -> str | None:
+    """Why the experts cannot be adapted."""
+    for name in (first, "down_proj", *((f"{first}_bias", "down_proj_bias") if module.has_bias else ())):
+        tensor = module._parameters.get(name)
+        dims = 2 if name.endswith("_bias") else 3
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or not tensor.is_floating_point():
+            return f"its {name} is no plain parameter with one entry per expert"
+        if tensor.shape[0] != module.num_experts:
+            return f"its {name} holds {tensor.shape[0]} experts, num_experts is {module.num_experts}"
+    return None
+
+
+def router_of(module: nn.Module) -> ModuleShape | None:
+    """The shape of a router that multiplies with its own weight, None for any other module."""
+    if not ROUTER.search(type(module).__name__):
+        return None
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        return None
+    try:
+        source = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        source = ""
+    refused = None if LINEAR_USE.search(source) else f"the forward of {type(module).__name__} cannot be followed"
+    return ModuleShape("router", weight.shape[1], weight.shape[0], refused, weight=weight)
