@@ -56,10 +56,12 @@ class HostAdapter:
     flat     uint8 [bytes] every factor once; memory pages that nothing else lies in
     places   path of the module -> where its A and its B lie; modules that have a factor in common share its place
     factors  path of the module -> (A [r, in], B [r, out], scale folded into B), views of `flat`
+    parts    path of the module -> rank rows of each expert, where they differ by expert
     """
 
     flat: Tensor
     places: Mapping[str, tuple[Place, Place]]
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     factors: dict[str, tuple[Tensor, Tensor]] = field(init=False, repr=False)
     key: int = field(init=False, repr=False)
     _unpin: Any = field(default=None, init=False, repr=False)  # weakref.finalize
@@ -105,11 +107,15 @@ class HostAdapter:
             f"reach the device more slowly; raise the limit of locked memory (ulimit -l), or lower max_cpu_loras"
         )
 
+    def pairs(self) -> dict[str, LoraFactors]:
+        """The adapter as it is held, without a copy: the scale is in B."""
+        return {name: LoraFactors(a, b.t(), 1.0, self.parts.get(name)) for name, (a, b) in self.factors.items()}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HostAdapter:
-        return _copy(self.flat, self.places)
+        return _copy(self.flat, self.places, self.parts)
 
     def __reduce__(self) -> tuple[Callable[..., HostAdapter], tuple[Any, ...]]:
-        return _copy, (self.flat, self.places)
+        return _copy, (self.flat, self.places, self.parts)
 
 
 def pack(adapter: Adapter, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> HostAdapter:
@@ -128,8 +134,9 @@ def pack(adapter: Adapter, names: Mapping[str, str], dtypes: Mapping[str, torch.
                 for factor, scaling in parts(pair)
             )
             places[name] = a, b
+    each = {names[given]: pair.parts for given, pair in adapter.factors.items() if pair.parts is not None}
     with torch.inference_mode(False), torch.no_grad():
-        host = HostAdapter(own_pages(packer.end), places)
+        host = HostAdapter(own_pages(packer.end), places, each)
         written: set[Place] = set()
         met: set[str] = set()
         for given, pair in adapter.factors.items():
@@ -199,9 +206,11 @@ def views_of(flat: Tensor, places: Iterable[Place], start: int = 0) -> list[Tens
     return found
 
 
-def _copy(flat: Tensor, places: Mapping[str, tuple[Place, Place]]) -> HostAdapter:
+def _copy(
+    flat: Tensor, places: Mapping[str, tuple[Place, Place]], each: Mapping[str, tuple[int, ...]]
+) -> HostAdapter:
     with torch.inference_mode(False), torch.no_grad():
-        return HostAdapter(own_pages(flat.nbytes).copy_(flat), places)
+        return HostAdapter(own_pages(flat.nbytes).copy_(flat), places, each)
 
 
 def own_pages(nbytes: int) -> Tensor:

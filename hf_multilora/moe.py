@@ -39,7 +39,7 @@ def experts_of(module: Any) -> ModuleShape | None:
         half = both.out_features // 2
         projections["gate_proj"] = Projection(first, both.in_features, half)
         projections["up_proj"] = Projection(first, both.in_features, half, first=half)
-    shape = ExpertsShape(module.num_experts, projections, tuple(parameters))
+    shape = ExpertsShape(module.num_experts, projections, tuple(parameters), bool(module.is_transposed))
     return ModuleShape("experts", experts=shape)
 
 

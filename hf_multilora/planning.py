@@ -174,5 +174,4 @@ def _registered_bytes(entry: Entry, runtime: Runtime, probe: Runtime) -> int:
     if entry.reader is not None:
         return probe.pack(entry.reader()).nbytes
     assert entry.host is not None  # it came from memory and stays there
-    factors = {name: LoraFactors(a, b.t(), 1.0) for name, (a, b) in entry.host.factors.items()}
-    return probe.pack(Adapter(entry.source, entry.digest, entry.base_model, factors)).nbytes
+    return probe.pack(Adapter(entry.source, entry.digest, entry.base_model, entry.host.pairs())).nbytes

@@ -112,19 +112,25 @@ class Layout:
     gated: closed bool [R, P] True where the rank row is not the batch row's
     not gated: own int64 [2, R] first rank row and rank of each batch row's slot, both 0 for the base;
            widest           the largest rank of a row's slot; whole: every row's slot has rank rows
+    experts: each int32 [2, (experts + 1) * (slots + 1)] first rank row and rank by expert * (slots + 1) + slot; the last
+           expert (what another device holds) and the last slot (the base) have none. parts: slot -> rank of each expert
     no_rows      [0, bound] its shape tells traced code an upper bound of the ranks
     table                   the rows of the call in force, on this device
     Tables keep their addresses while the layout is in use: `take` writes new spans into them, `write` the rows.
     """
 
-    def __init__(self, width: int, bound: int, slots: int, device: torch.device, gated: bool = True) -> None:
-        self.width, self.bound, self.device, self.gated = width, bound, device, gated
+    def __init__(
+        self, width: int, bound: int, slots: int, device: torch.device, gated: bool = True, experts: int | None = None
+    ) -> None:
+        self.width, self.bound, self.device, self.gated, self.experts = width, bound, device, gated, experts
         owned, wide = (width if gated else 0), -(-(slots + 1) // 4) * 4  # aligned to 16 bytes
         self.tables = torch.zeros(owned + 2 * wide, dtype=torch.int32, device=device)
         self.owner, both = self.tables.split([owned, 2 * wide])
         self.both = both.view(2, wide)  # the last column is the base's: no rank rows
         self.starts, self.ranks = self.both[:1, :slots], self.both[1:, :slots]
         self.spans: dict[int, tuple[int, int]] = {}
+        self.parts: dict[int, tuple[int, ...]] = {}
+        self.each = torch.zeros(2, 0 if experts is None else (experts + 1) * (slots + 1), dtype=torch.int32).to(device)
         self.closed = torch.ones(0, width if gated else 0, dtype=torch.bool, device=device)
         self.own = torch.zeros(2, 0, dtype=torch.int64, device=device)
         self.kept: dict[int, torch.Tensor] = {}  # `closed` or `own` by the number of rows
@@ -136,12 +142,23 @@ class Layout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made anew, as pickle does not keep that tables are views of one buffer; a copy has no rows in force."""
-        return _layout, (self.width, self.bound, self.starts.shape[1], self.device, self.gated, self.spans)
+        made = self.width, self.bound, self.starts.shape[1], self.device, self.gated, self.experts
+        return _layout, (made, self.spans, self.parts)
 
-    def take(self, spans: Mapping[int, tuple[int, int]]) -> None:
-        """Slot -> (first rank row, r), written by one copy."""
-        if self.spans == spans:
+    def take(
+        self, spans: Mapping[int, tuple[int, int]], parts: Mapping[int, tuple[int, ...]] | None = None
+    ) -> None:
+        """Slot -> (first rank row, r), and for experts the rank of each; written by one copy each."""
+        parts = parts or {}
+        if self.spans == spans and self.parts == parts:
             return
+        if self.experts is not None:
+            each = torch.zeros(2, self.experts + 1, self.each.shape[1] // (self.experts + 1), dtype=torch.int32)
+            for slot, (start, _) in spans.items():
+                ranks = torch.tensor(parts[slot], dtype=torch.int32)
+                each[0, :-1, slot], each[1, :-1, slot] = start + ranks.cumsum(0) - ranks, ranks
+            self.each.copy_(each.view(2, -1))
+        self.parts = dict(parts)
         host = torch.zeros(self.tables.shape, dtype=torch.int32)
         owner, both = host[: self.owner.shape[0]], host[self.owner.shape[0] :].view(self.both.shape)
         owner.fill_(FREE)
@@ -205,8 +222,10 @@ class Layout:
 
 
 def _layout(
-    width: int, bound: int, slots: int, device: torch.device, gated: bool, spans: Mapping[int, tuple[int, int]]
+    made: tuple[int, int, int, torch.device, bool, int | None],
+    spans: Mapping[int, tuple[int, int]],
+    parts: Mapping[int, tuple[int, ...]],
 ) -> Layout:
-    layout = Layout(width, bound, slots, device, gated)
-    layout.take(spans)
+    layout = Layout(*made)
+    layout.take(spans, parts)
     return layout

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .config import MultiLoRAConfig
-from .formats import LORA, Adapter, split_site
+from .formats import A_ONE, B_ONE, LORA, Adapter, is_lora, split_half, split_site
 from .host import HostAdapter, host_budget, out_of_memory, pack
 from .kernels.backends import Backend, choose
 from .layers import ModuleSlots, SlotRows
@@ -75,9 +75,13 @@ class Residency(Sites):
 
     def rows_for(self, site: str, ranks: Iterable[int], slots: int) -> int:
         """Rank rows that the pool of a site should have, from the ranks of the adapters there."""
-        if split_site(site)[1] == LORA:
-            return pool_rows(ranks, slots, self.config.max_lora_rank)
-        return pool_rows(ranks, slots, None, SlotRows.unit)
+        role, most = split_site(site)[1], self.config.max_lora_rank
+        if role == LORA:
+            return pool_rows(ranks, slots, most)
+        if not is_lora(site) or most is None:
+            return pool_rows(ranks, slots, None, SlotRows.unit)
+        each = 1 if split_half(role)[1] in (A_ONE, B_ONE) else self.module_of(site).num_experts
+        return slots * most * each
 
     # -- the store's device ----------------------------------------------------------------------------------
     def pack(self, adapter: Adapter) -> HostAdapter:
@@ -101,7 +105,7 @@ class Residency(Sites):
         grown: list[tuple[SlotRows, Pool]] = []
         try:
             ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
-            kept = {name for name, r in ranks.items() if self._stays(name, slot, r)}
+            kept = {name for name, r in ranks.items() if self._stays(name, slot, r, host.parts.get(name))}
             self._wipe(slot, kept)
             if len(kept) < len(ranks):
                 self._stale = True
@@ -117,7 +121,8 @@ class Residency(Sites):
                     sources, targets = staging.take(host, names), list[Tensor]()
                     for name in names:
                         site = self.sites[name][1]
-                        targets += site.tenant(slot) if name in kept else site.place(slot, ranks[name])
+                        placed = name in kept
+                        targets += site.tenant(slot) if placed else site.place(slot, ranks[name], host.parts.get(name))
                     torch._foreach_copy_(targets, sources)
                 except RuntimeError as error:
                     self._require_room("the copy of its factors", host.nbytes, device, error)
@@ -131,13 +136,15 @@ class Residency(Sites):
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
 
-    def _stays(self, name: str, slot: int, r: int) -> bool:
-        """Whether the slot has r rank rows in this module already, where the module computes and in its dtype."""
+    def _stays(self, name: str, slot: int, r: int, parts: tuple[int, ...] | None) -> bool:
+        """Whether the slot has r rank rows in this module already, and each expert its part of them, where the module
+        computes and in its dtype."""
         module, slots = self.sites[name]
         span, tensor = slots.rows.spans.get(slot), own_tensor(module)
         return (
             span is not None
             and span[1] == r
+            and slots.parts.get(slot) == parts
             and tensor is not None
             and tensor.device == slots.a.device
             and slots.a.dtype == (slots.fixed_dtype or tensor.dtype)
@@ -205,15 +212,15 @@ class Residency(Sites):
                     slots.settle(None)
                     continue
                 groups.setdefault(key, []).append(slots)
-            for (items, capacity, device, gated), members in groups.items():
-                spans, layout = dict(items), members[0].layout
+            for (items, parts, capacity, device, gated, experts), members in groups.items():
+                spans, each, layout = dict(items), dict(parts), members[0].layout
                 width = bucket(max(start + r for start, r in spans.values()), capacity) if gated else 0
-                bound = max(r for _, r in spans.values())  # of saved heads: what traced calls pad logits to
-                bound = bucket(bound) if gated else bound
+                bound = max(max(each[slot]) if each else r for slot, (_, r) in spans.items())
+                bound = bucket(bound) if gated else bound  # of saved heads: what traced calls pad logits to
                 fits = layout is not None and (layout.width, layout.device) == (width, device) and layout.bound >= bound
                 if layout is None or not fits or any(layout is other for other in layouts):
-                    layout = Layout(width, bound, self.config.max_loras, device, gated)
-                layout.take(spans)
+                    layout = Layout(width, bound, self.config.max_loras, device, gated, experts)
+                layout.take(spans, each)
                 layouts.append(layout)
                 for slots in members:
                     slots.settle(layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .formats import Adapter, LoraFactors, write_adapter
+from .formats import Adapter, write_adapter
 from .runtime import Runtime
 
 
@@ -15,6 +15,6 @@ def save_adapter(runtime: Runtime, name: str, folder: str | os.PathLike[str], ov
         adapter = entry.read()  # in the dtype and with the scales of its files
     else:
         assert entry.host is not None  # it came from memory and stays there
-        factors = {site: LoraFactors(a, b.t(), 1.0) for site, (a, b) in entry.host.factors.items()}
+        factors = entry.host.pairs()
         adapter = Adapter(entry.source, entry.digest, entry.base_model, factors, entry.config, entry.labels)
     write_adapter(folder, adapter, runtime.census(), aliases=runtime.reading()["aliases"], overwrite=overwrite)

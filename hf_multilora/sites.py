@@ -9,8 +9,8 @@ from torch import nn
 
 from .census import take_census
 from .config import MultiLoRAConfig
-from .formats import LORA, SAVED, TOKENS, ModuleShape, site_name, split_site
-from .layers import ModuleSlots, SavedSlots, SlotRows, TokenSlots, require_free, unwrap, wrap
+from .formats import A_EACH, A_ONE, B_EACH, B_ONE, LORA, SAVED, TOKENS, ModuleShape, is_lora, site_name, split_half, split_site
+from .layers import ExpertSlots, ModuleSlots, SavedSlots, SlotRows, TokenSlots, require_free, unwrap, wrap
 from .layers.rows import own_tensor
 from .patches.facts import Facts
 from .routing import Routing
@@ -70,10 +70,19 @@ class Sites:
             if role == LORA:
                 tied = users[id(module._parameters.get("weight"))] > 1
                 slots = ModuleSlots(path, *sizes, self.routing, flat=flat, tied=tied, mixable=shape.mixable)
-                slots.fixed_dtype = self.config.dtype
+            elif is_lora(name):
+                assert shape.experts is not None
+                projection, half = split_half(role)
+                slots = ExpertSlots(
+                    path, *sizes, self.routing, projection=role, mixable=shape.mixable,
+                    count=None if half in (A_ONE, B_ONE) else shape.experts.count,
+                    first=shape.experts.projections[projection].first,
+                )  # fmt: skip
             else:
                 kind = SavedSlots if role == SAVED else TokenSlots
                 slots = kind(path, *sizes, self.routing, flat=flat, mixable=shape.mixable)
+            if is_lora(name):
+                slots.fixed_dtype = self.config.dtype
             require_free(module, slots)
             parent, _, own = path.rpartition(".")
             self.parents[name] = (self.model.get_submodule(parent), own)
@@ -83,7 +92,7 @@ class Sites:
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
         if module.__dict__.get(slots.attribute) is slots:
-            unwrap(module, slots.role)
+            unwrap(module, slots)
         del self.sites[name]
         del self.parents[name]
 
@@ -108,7 +117,7 @@ class Sites:
 
     def dtype_of(self, site: str) -> torch.dtype:
         """The dtype that the tensors of a site are held in."""
-        if self.config.dtype is not None and split_site(site)[1] == LORA:
+        if self.config.dtype is not None and is_lora(site):
             return self.config.dtype
         tensor = own_tensor(self.module_of(site))
         if tensor is not None and tensor.is_floating_point():
@@ -127,6 +136,11 @@ def widths(role: str, shape: ModuleShape) -> tuple[int, int]:
     inner = shape.in_features if shape.kind == "linear" else shape.out_features
     if role == LORA:
         return shape.in_features, shape.out_features
+    if shape.experts is not None and role not in (SAVED, TOKENS):
+        name, half = split_half(role)
+        projection = shape.experts.projections[name]
+        inside, out = projection.in_features, projection.out_features
+        return 0 if half in (B_EACH, B_ONE) else inside, 0 if half in (A_EACH, A_ONE) else out
     if role == SAVED and shape.kind == "embedding":
         return inner, 0
     if role == SAVED and shape.kind != "linear":

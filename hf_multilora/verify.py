@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from .formats import SAVED, TOKENS, LoraFactors, split_site
+from .formats import LoraFactors
 from .layers import AdaptedLayer, ModuleSlots
 from .layers.augmented import unlay
 from .layers.base import slots_of
 from .layers.rows import home_of
-from .layers.whole import own_names
+from .merging import merged_tensors, whole_pairs
 from .runtime import Runtime
 
 # Difference of outputs that rounding explains: a merged weight is rounded once more than a separate delta
@@ -71,7 +70,7 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
         factors = {site: read[given] for given, site in runtime.first_sites(read).items()}
     else:
         assert entry.host is not None  # it came from memory and stays there
-        factors = {k: LoraFactors(a, b.t(), 1.0) for k, (a, b) in entry.host.factors.items()}
+        factors = entry.host.pairs()
     bare = [None] * rows
     with runtime.lock, _random_heads(runtime):
         with _watch(model) as mixed:
@@ -153,8 +152,8 @@ def _merged(runtime: Runtime, factors: Mapping[str, LoraFactors]) -> Iterator[No
     originals: list[tuple[dict[str, Any], str, Any]] = []
     try:
         try:
-            for site, pair in factors.items():
-                module, _ = runtime.sites[site]
+            for site, pair in whole_pairs(factors).items():
+                module = runtime.module_of(site)
                 for slots in slots_of(module):  # of other adapters' LoRA too
                     if isinstance(slots, ModuleSlots):
                         unlay(module, slots)
@@ -173,31 +172,3 @@ def _merged(runtime: Runtime, factors: Mapping[str, LoraFactors]) -> Iterator[No
 def _put_back(originals: list[tuple[dict[str, Any], str, Any]]) -> None:
     for home, name, tensor in reversed(originals):
         home[name] = tensor
-
-
-def merged_tensors(site: str, module: nn.Module, pair: LoraFactors) -> dict[str, Tensor]:
-    """What the module's own tensors become with the adapter's part of the site merged in, by name."""
-    _, role = split_site(site)
-    weight = module._parameters.get("weight")
-    if weight is not None and weight.is_meta:
-        raise NotImplementedError(f"{site}: its weight is offloaded, so nothing can be merged into it")
-    if role == SAVED and not isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
-        names = [*own_names(module, module._parameters), *own_names(module, module._buffers)]
-        own = {name: getattr(module, name) for name in names}
-        parts = pair.a[0].split([tensor.numel() for tensor in own.values()])
-        return {name: part.view(own[name].shape).to(own[name]) for part, name in zip(parts, names, strict=True)}
-    if weight is None or not weight.is_floating_point():
-        raise NotImplementedError(f"{site}: only a plain weight can be merged, it is {type(weight).__name__}")
-    if role == SAVED:
-        saved = pair.a.t() if isinstance(module, Conv1D) else pair.a
-        tensors = {"weight": saved.to(weight)}
-        if module._parameters.get("bias") is not None or bool(pair.b.any()):
-            tensors["bias"] = pair.b[0].to(weight)
-        return tensors
-    if role == TOKENS:
-        return {"weight": weight.detach().index_copy(0, pair.b[0].to(weight.device), pair.a.to(weight))}
-    delta = pair.scaling * (pair.b.double() @ pair.a.double())  # [out, in], embedding: [H, V]
-    if weight.numel() != delta.numel():
-        raise NotImplementedError(f"{site}: only a plain weight can be merged, it is {type(weight).__name__}")
-    delta = delta if isinstance(module, nn.Linear) else delta.t()  # Conv1D [in, out], embedding [V, H]
-    return {"weight": (weight.double() + delta.to(weight.device)).to(weight.dtype)}

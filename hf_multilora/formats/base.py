@@ -86,11 +86,13 @@ class ExpertsShape:
 
     projections: gate_up_proj or up_proj, down_proj, biases, and the halves gate_proj and up_proj of a gate_up_proj that
     holds one after the other. parameters: all of the module's own, in the order in which it registers them.
+    transposed: whether it keeps them as [experts, in, out].
     """
 
     count: int
     projections: Mapping[str, Projection]
     parameters: tuple[str, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ REFUSALS = (
     Refusal("arrow_config", "Arrow (arrow_config)", "it routes every token over several adapters"),
     Refusal("kasa_config", "KaSA (kasa_config)", "it truncates the base weight and adds a diagonal factor"),
     Refusal("layer_replication", "layer_replication", "it repeats layers of the base"),
-    Refusal("target_parameters", "target_parameters", "it trains parameters (MoE experts), not modules"),
     Refusal("enable_lora", "enable_lora", "an early PEFT's merged projections are not read"),
 )
 # Initialisations that subtract from, quantize or replace the base's own weight when training starts.
@@ -64,8 +63,8 @@ HARMLESS = frozenset(
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out "
     "id2label inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout "
     "lora_ga_config megatron_config megatron_core merge_weights modules_to_save monteclora_config peft_type "
-    "peft_version qalora_group_size r rank_pattern alpha_pattern revision runtime_config target_modules task_type "
-    "trainable_token_indices use_rslora velora_config".split()
+    "peft_version qalora_group_size r rank_pattern alpha_pattern revision runtime_config target_modules "
+    "target_parameters task_type trainable_token_indices use_rslora velora_config".split()
 )
 
 
@@ -82,10 +81,24 @@ class LoraSettings:
     base_model: str | None
     task_type: str | None = None
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # end of a module's name -> its tokens
+    target_parameters: tuple[str, ...] = ()  # names of parameters, or ends of them
+    target_modules: str | tuple[str, ...] | None = None
+    exclude_modules: str | tuple[str, ...] | None = None
+    peft_version: tuple[int, int] | None = None
 
     def rank_and_alpha(self, names: Sequence[str]) -> tuple[int, float]:
         """(rank, alpha) of the module called `names`, the file's own name first; PEFT: the first pattern that fits."""
         return _first(self.rank_pattern, names, self.r), _first(self.alpha_pattern, names, self.alpha)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` names it, as PEFT compares them."""
+        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
+
+    def targets_module(self, name: str) -> bool:
+        """Whether the config lets PEFT train a linear of this name; without target_modules it may."""
+        if self.exclude_modules is not None and _names(self.exclude_modules, name):
+            return False
+        return self.target_modules in (None, "all-linear") or _names(self.target_modules or (), name)
 
     def saves_in_full(self, module: str) -> bool:
         """Whether the file's `module` is (part of) one of `modules_to_save`, which PEFT takes for ends of names."""
@@ -114,6 +127,13 @@ def load_for_task(settings: LoraSettings) -> str:
     if auto_class is None:
         return f"load the base that the adapter was trained on ({settings.base_model}), with auto_class of its task"
     return f"load the base for the adapter's task (task_type {settings.task_type}: auto_class={auto_class!r})"
+
+
+def _names(given: str | Sequence[str], name: str) -> bool:
+    """Whether a regex for the whole of names, or a list of ends of them, fits `name`."""
+    if isinstance(given, str):
+        return re.fullmatch(given, name) is not None
+    return any(name == end or name.endswith(f".{end}") for end in given)
 
 
 def _first(patterns: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
@@ -150,6 +170,28 @@ def _patterns(
         except re.error as error:
             raise AdapterError(f"{source}: {key} must hold regular expressions, got {pattern!r} ({error})") from error
     return {str(pattern): check(source, f"{key}[{pattern!r}]", value) for pattern, value in patterns.items()}
+
+
+def _targets(source: str, config: Mapping[str, Any], key: str) -> str | tuple[str, ...] | None:
+    """A regex, or names; a setting that PEFT would not take is as good as none."""
+    given = config.get(key)
+    if given is None or given == [] or given == "":
+        return None
+    if isinstance(given, str):
+        try:
+            re.compile(given)
+        except re.error:
+            return None
+        return given
+    if not isinstance(given, (list, tuple, set)) or not all(isinstance(name, str) for name in given):
+        raise AdapterError(f"{source}: {key} must be a string or a list of names, got {given!r}")
+    return tuple(given)
+
+
+def _version(given: Any) -> tuple[int, int] | None:
+    """(0, 19) of "0.19.1.dev0"; None where it says nothing."""
+    found = re.match(r"(\d+)\.(\d+)", given) if isinstance(given, str) else None
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _token_indices(source: str, given: Any) -> dict[str, tuple[int, ...]]:
@@ -206,6 +248,7 @@ def parse_settings(source: str, config: Mapping[str, Any]) -> LoraSettings:
             logger.warning("%s: the adapter's config has no %s; PEFT's default %s is used", source, key, value)
     to_save = config.get("modules_to_save") or ()
     base = config.get("base_model_name_or_path")
+    parameters = _targets(source, config, "target_parameters")
     return LoraSettings(
         r=_rank(source, "r", config.get("r", DEFAULTS["r"])),
         alpha=_number(source, "lora_alpha", config.get("lora_alpha", DEFAULTS["lora_alpha"])),
@@ -216,4 +259,8 @@ def parse_settings(source: str, config: Mapping[str, Any]) -> LoraSettings:
         base_model=str(base) if base else None,
         task_type=str(config["task_type"]) if config.get("task_type") else None,
         token_indices=_token_indices(source, config.get("trainable_token_indices")),
+        target_parameters=(parameters,) if isinstance(parameters, str) else parameters or (),
+        target_modules=_targets(source, config, "target_modules"),
+        exclude_modules=_targets(source, config, "exclude_modules"),
+        peft_version=_version(config.get("peft_version")),
     )

@@ -46,6 +46,7 @@ class ParsedKey:
     parameter: str = ""  # saved, copy: "weight", "bias", "running_mean", ...
     root: str = ""  # saved: the module that PEFT wrapped, `module` or one around it
     original: bool = False  # copy: under `original_module`, so it is what the base held in training
+    depth: int = 0  # a, b: how many layers of PEFT it lies inside, around one module
 
 
 def parse_key(key: str) -> ParsedKey:
@@ -65,14 +66,15 @@ def parse_key(key: str) -> ParsedKey:
     if at is None:
         return _plain(key, parts)
     marker, rest = parts[at], parts[at + 1 :]
-    module = ".".join(_without_layers(parts[:at]))
+    owner = _without_layers(parts[:at])
+    module, depth = ".".join(owner), at - len(owner)
     if marker in FACTORS:
         role, embedding = FACTORS[marker]
         if not embedding and rest and rest[-1] == "weight":
             rest = rest[:-1]
         elif not embedding and rest:
             return ParsedKey(key, module, "other")  # lora_B.bias and the like
-        return ParsedKey(key, module, role, embedding, ".".join(rest) or None)
+        return ParsedKey(key, module, role, embedding, ".".join(rest) or None, depth=depth)
     if marker == TOKENS_UNDER:
         if rest[:1] == ["trainable_tokens_delta"]:
             return ParsedKey(key, module, "tokens", adapter=".".join(rest[1:]) or None)
@@ -148,11 +150,11 @@ class NameResolver:
             return name in self._aliases
         return any(self._core(alias) == self._core(name) for alias in self._aliases)
 
-    def _renamed(self, name: str) -> str:
-        """`name` after every rename, each applied to the parameter's name as Transformers does."""
+    def renamed(self, name: str) -> str:
+        """`name` after every rename, each applied once to the parameter's name as Transformers does."""
         key = f"{name}.weight"
         for pattern, replacement in self._renames:
-            key = pattern.sub(replacement, key)
+            key = pattern.sub(replacement, key, count=1)
         return key.removesuffix(".weight")
 
     def resolve(self, name: str) -> tuple[str, ...]:
@@ -161,7 +163,7 @@ class NameResolver:
         if exact is not None:
             return exact
         found = list(self._by_core.get(self._core(name), ()))
-        renamed = self._renamed(name)
+        renamed = self.renamed(name)
         if renamed != name:
             direct = self._exact(renamed)
             found += [direct] if direct is not None else self._by_core.get(self._core(renamed), ())

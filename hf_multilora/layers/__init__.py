@@ -1,7 +1,8 @@
 """Adapted modules: one file per kind; importing the folder fills the registry in `base`."""
 
-from . import embedding, linear, saved, tokens, whole
+from . import embedding, experts, linear, router, saved, tokens, whole
 from .base import AdaptedLayer, require_free, unwrap, wrap
+from .expert_slots import ExpertSlots
 from .rows import SlotRows
 from .saved import SavedSlots
 from .slots import ModuleSlots
@@ -9,13 +10,16 @@ from .tokens import TokenSlots
 
 __all__ = [
     "AdaptedLayer",
+    "ExpertSlots",
     "ModuleSlots",
     "SavedSlots",
     "SlotRows",
     "TokenSlots",
     "embedding",
+    "experts",
     "linear",
     "require_free",
+    "router",
     "saved",
     "tokens",
     "unwrap",

@@ -17,12 +17,12 @@ from .rows import SlotRows
 from .slots import ModuleSlots
 
 # Outermost first: what a row's adapter saved in full stands for the base's output and its deltas
-ROLES = ("saved", "tokens", "lora")
+ROLES = ("saved", "tokens", "lora", "experts")
 MIXINS: dict[tuple[str, str], type[AdaptedLayer]] = {}  # (role, kind of module) -> mixin; filled by this folder's files
 
 
 class AdaptedLayer:
-    """Mixed in front of a module's class; its rank rows are `self._lora`, `self._saved` and `self._tokens`.
+    """Mixed in front of a module's class; its rank rows are `self._lora`, `self._saved`, `self._tokens`, ...
 
     The rows' own part is added in `__call__`, around whatever the class, an instance `forward` (accelerate, tensor
     parallelism) or hooks do: hooks of users see the base output.
@@ -73,9 +73,8 @@ class AdaptedLayer:
 
 def slots_of(module: nn.Module) -> Iterator[SlotRows]:
     """The rank rows that the module has, by role."""
-    for role in ROLES:
-        if f"_{role}" in module.__dict__:
-            yield module.__dict__[f"_{role}"]
+    found = [value for value in module.__dict__.values() if isinstance(value, SlotRows)]
+    yield from sorted(found, key=lambda slots: ROLES.index(slots.role))
 
 
 def state_of(module: Any) -> dict[str, Any]:
@@ -99,19 +98,18 @@ def mix(mixins: tuple[Any, ...], cls: Any) -> type:
     return type(cls.__name__, (*mixins, cls), body)
 
 
-def _own_class(module: nn.Module) -> tuple[dict[str, Any], Any]:
-    """(mixin of each role, the class without them)."""
+def _remix(module: nn.Module, without: SlotRows | None = None) -> None:
+    """Give the module the class for the rank rows that it has, but for those that it is about to lose."""
     cls: Any = type(module)
-    if "_mixed" not in cls.__dict__:
-        return {}, cls
-    *mixins, own = cls.__bases__
-    return {role: mixin for mixin in mixins for (role, _), known in MIXINS.items() if known is mixin}, own
+    own = cls.__bases__[-1] if "_mixed" in cls.__dict__ else cls
+    mixins = dict.fromkeys(MIXINS[slots.role, slots.kind] for slots in slots_of(module) if slots is not without)
+    module.__class__ = mix(tuple(mixins), own) if mixins else own
 
 
 def require_free(module: nn.Module, slots: SlotRows) -> None:
     """Raises ValueError where another model has adapted the module: it can follow one routing."""
     for other in slots_of(module):
-        if other.routing is not slots.routing or other.role == slots.role:
+        if other.routing is not slots.routing or other.attribute == slots.attribute:
             raise ValueError(
                 f"{slots.name}: no other MultiLoRAModel may have adapted it, one that shares it has (as {other.name}); "
                 f"unpatch() that one, or give each a copy of the module (copy.deepcopy)"
@@ -121,10 +119,9 @@ def require_free(module: nn.Module, slots: SlotRows) -> None:
 def wrap(module: nn.Module, kind: str, slots: SlotRows) -> None:
     """Adapt `module` in place, in the role of `slots`. Raises ValueError where another model has adapted it."""
     require_free(module, slots)
-    module.__dict__[f"_{slots.role}"] = slots
-    mixins, own = _own_class(module)
-    mixins[slots.role] = MIXINS[slots.role, kind]
-    module.__class__ = mix(tuple(mixins[role] for role in ROLES if role in mixins), own)
+    slots.kind = kind
+    module.__dict__[slots.attribute] = slots
+    _remix(module)
 
 
 def require_unwrappable(module: nn.Module) -> None:
@@ -137,12 +134,10 @@ def require_unwrappable(module: nn.Module) -> None:
         )
 
 
-def unwrap(module: nn.Module, role: str = "lora") -> None:
-    """Give `module` back as it was before that role: class, storage of its own, no attribute left."""
+def unwrap(module: nn.Module, slots: SlotRows) -> None:
+    """Give `module` back as it was before it had these rank rows: class, storage of its own, no attribute left."""
     require_unwrappable(module)
-    if role == "lora":
+    if slots.role == "lora":
         augmented.unlay(module, module.__dict__["_lora"])
-    mixins, own = _own_class(module)
-    mixins.pop(role, None)  # not there where `wrap` was interrupted
-    module.__class__ = mix(tuple(mixins[role] for role in ROLES if role in mixins), own) if mixins else own
-    del module.__dict__[f"_{role}"]
+    _remix(module, without=slots)
+    del module.__dict__[slots.attribute]

@@ -32,10 +32,7 @@ class LoraLinear(AdaptedLayer, kind="linear"):
         assert layout is not None
         if path == ONE:
             y = super().__call__(*args, **kwargs)
-            if not backend.fixed:
-                return add_one(y, x, *slots.own(), _fresh(self, y))
-            tables = slots.tables(slots.routing.uniform)
-            return _grouped(y.reshape(1, -1, y.shape[-1]), x.reshape(1, -1, x.shape[-1]), slots, tables).view(y.shape)
+            return add_uniform(y, x, slots, _fresh(self, y))
         rows = slots.routing.align(x, layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
         few = rows.shape[0] * rows.shape[1] <= slots.dense_tokens
         if few and isinstance(self, nn.Linear) and augmented.ready(self, slots):
@@ -47,16 +44,32 @@ class LoraLinear(AdaptedLayer, kind="linear"):
                 out = backend.expand(y, h[None], slots.b, *slots.tables(), own_columns=True)
             return out.view(*x.shape[:-1], slots.out_features)
         y = super().__call__(*args, **kwargs)
-        out = y.reshape(*rows.shape[:2], slots.out_features)  # [R, T, N]
-        if few and backend.name == TORCH:
-            a, b, wide = slots.a_used, slots.b_used, torch.promote_types(y.dtype, slots.b.dtype)
-            h = F.linear(rows.to(a.dtype), a).to(wide)
-            return expand_gated(out.to(wide), h, b.to(wide), layout.closed).to(y.dtype).view(y.shape)
-        if backend.name == TORCH and not slots.open_mix():
-            own, shut = layout.chunks()
-            if own.numel() * (slots.in_features + slots.out_features) <= EACH_WORK:
-                return add_each(out, rows.to(slots.a.dtype), slots.a, slots.b, own, shut, _fresh(self, y)).view(y.shape)
-        return _grouped(out, rows, slots, slots.tables()).view(y.shape)
+        return add_mixed(y, rows, slots, _fresh(self, y))
+
+
+def add_mixed(y: Tensor, rows: Tensor, slots: ModuleSlots, own_y: bool = False) -> Tensor:
+    """y plus `B (A x)` of each row's adapter: y as the module gives it, rows [R, T, K] its input. own_y: y is nobody
+    else's."""
+    layout, backend = slots.layout, slots.backend
+    assert layout is not None
+    out = y.reshape(*rows.shape[:2], slots.out_features)  # [R, T, N]
+    if rows.shape[0] * rows.shape[1] <= slots.dense_tokens and backend.name == TORCH:
+        a, b, wide = slots.a_used, slots.b_used, torch.promote_types(y.dtype, slots.b.dtype)
+        h = F.linear(rows.to(a.dtype), a).to(wide)
+        return expand_gated(out.to(wide), h, b.to(wide), layout.closed).to(y.dtype).view(y.shape)
+    if backend.name == TORCH and not slots.open_mix():
+        own, shut = layout.chunks()
+        if own.numel() * (slots.in_features + slots.out_features) <= EACH_WORK:
+            return add_each(out, rows.to(slots.a.dtype), slots.a, slots.b, own, shut, own_y).view(y.shape)
+    return _grouped(out, rows, slots, slots.tables()).view(y.shape)
+
+
+def add_uniform(y: Tensor, x: Tensor, slots: ModuleSlots, own_y: bool = False) -> Tensor:
+    """y plus `B (A x)` of the one adapter that all rows share, in any shape."""
+    if not slots.backend.fixed:
+        return add_one(y, x, *slots.own(), own_y)
+    tables = slots.tables(slots.routing.uniform)
+    return _grouped(y.reshape(1, -1, y.shape[-1]), x.reshape(1, -1, x.shape[-1]), slots, tables).view(y.shape)
 
 
 def _fresh(module: Any, y: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,11 +26,14 @@ class SlotRows:
     """
 
     role = ""
+    kind = ""  # of the module, as the registry of layers calls it; set by `wrap`
     attribute = ""  # of the module that holds it: "_" + role
     gated = False  # whether its layout says which rank rows are closed to a batch row, or where a row's own rows lie
     unit = 1  # pools are made in multiples of it
     laid = False
     buffer: Tensor | None = None
+    count: int | None = None  # of experts that have rank rows of their own here
+    parts: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # slot -> rank of each expert
 
     def __init__(
         self,
@@ -151,8 +156,11 @@ class SlotRows:
         self.a, self.b, self.laid, self.rows.capacity, self.rows.spans = pool
         self.look()
 
-    def place(self, slot: int, r: int) -> tuple[Tensor, Tensor]:
-        """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must."""
+    def place(self, slot: int, r: int, parts: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """Rows of A and B for an adapter of rank r in `slot`, to be filled by the caller; compacts when it must.
+
+        parts: how many of them each expert has.
+        """
         start = self.rows.allocate(slot, r)
         if start is None:
             self._compact()
@@ -208,10 +216,12 @@ class SlotRows:
             self.look()
 
     def layout_key(self) -> tuple[Any, ...] | None:
-        """What modules must have in common to share one Layout; None without adapters."""
+        """(spans, parts, capacity, device, gated, experts): what modules must have in common to share one Layout; None
+        without adapters."""
         if not self.rows.spans:
             return None
-        return tuple(self.rows.spans.items()), self.rows.capacity, self.a.device, self.gated
+        spans, parts = tuple(self.rows.spans.items()), tuple((slot, self.parts.get(slot)) for slot in self.rows.spans)
+        return spans, parts if self.count else (), self.rows.capacity, self.a.device, self.gated, self.count
 
     def apply(self, fn: Any) -> None:
         """Follow the module to another device or dtype (`nn.Module._apply`)."""

@@ -1,0 +1,61 @@
+"""The rank rows of one projection of experts, or of half of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..routing import Routing
+from .rows import Pool, SlotRows
+
+
+class ExpertSlots(SlotRows):
+    """a [P, in] and b [P, out] of a projection: an adapter's rows lie expert after expert, as formats/base.py says.
+
+    projection: its site's role, with the half if any. count: experts that have rows of their own; None: all share them.
+    first: the first column of the parameter's output that the projection has.
+    """
+
+    role = "experts"
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        routing: Routing,
+        *,
+        projection: str,
+        count: int | None,
+        first: int = 0,
+        mixable: bool = True,
+    ) -> None:
+        self.projection, self.count, self.first = projection, count, first
+        self.attribute = f"_{projection}"
+        self.parts: dict[int, tuple[int, ...]] = {}
+        super().__init__(name, in_features, out_features, routing, flat=True, mixable=mixable)
+
+    def place(self, slot: int, r: int, parts: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """See `SlotRows.place`."""
+        if self.count is not None:
+            assert parts is not None and len(parts) == self.count
+            self.parts[slot] = parts
+        return super().place(slot, r)
+
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
+        self.parts.pop(slot, None)
+
+    def restore(self, pool: Pool) -> None:
+        super().restore(pool)
+        self.parts = {slot: parts for slot, parts in self.parts.items() if slot in self.rows.spans}
+
+    def tables_of(self) -> tuple[Tensor, Tensor]:
+        """(first rank row, rank) by key, int32: the key is expert * (slots + 1) + slot, the slot where all share."""
+        assert self.layout is not None
+        begins, ranks = self.layout.both if self.count is None else self.layout.each
+        return begins, ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"parts": dict(self.parts)}

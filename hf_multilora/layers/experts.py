@@ -1,0 +1,267 @@
+"""Experts of Transformers' experts interface: each token's experts with the factors of the token's own adapter.
+
+A pair is a token and one of its K chosen experts; n = tokens * K. Where adapters of a call have rank rows here, the
+module's forward finds ours in the interface: the base's matmuls as its implementation does them, over pairs sorted by
+(expert, slot), so that the deltas read the same order; deltas are added before the gate and before the routing weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _batched_linear, _grouped_linear
+
+from ..kernels import ops_experts
+from ..routing import RoutingError
+from .base import AdaptedLayer, slots_of
+from .expert_slots import ExpertSlots
+from .rows import BASE_ONLY, ONE
+
+NAME = "hf_multilora"  # in Transformers' interface
+Late = list[tuple[ExpertSlots, Tensor]]  # projection whose B all experts share -> h [n, r] of the pairs
+
+
+class LoraExperts(AdaptedLayer, role="experts", kind="experts"):
+    """Adds `B (A x)` of each pair's expert and adapter to what the projections of the class it is mixed into give."""
+
+    @property
+    def config(self) -> Any:
+        """The module's config; while adapters of the call have rank rows here, one that asks for our forward."""
+        own = self.__dict__["config"]
+        return own if path_of(self) == BASE_ONLY else Ours(own)  # type: ignore[arg-type]
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        self.__dict__["config"] = value
+
+
+class Ours:
+    """A config that names our implementation, and is in all else the one it stands for."""
+
+    _experts_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["config"], name)
+
+
+def path_of(module: nn.Module) -> int:
+    """BASE_ONLY, ONE or MIXED: what a call has to do, over all projections."""
+    return max((slots.path() for slots in slots_of(module)), default=BASE_ONLY)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The n pairs of a call, in the order of the base's matmul.
+
+    keys    int32 [n]   expert * (slots + 1) + slot; the last slot is the base, the last expert another device's
+    slots   int64 [n]   slot
+    tokens  int64 [n]   token
+    places  [T, K]      where the pairs of each token lie
+    experts int64 [n]   expert of this device
+    ends    int32 [E]   one past the last pair of each expert; None where pairs lie token after token
+    absent  bool [n, 1] pairs of experts on other devices; None: there are none
+    rows    int64 [T]   slot of each token
+    """
+
+    keys: Tensor
+    slots: Tensor
+    tokens: Tensor
+    places: Tensor
+    experts: Tensor
+    ends: Tensor | None
+    absent: Tensor | None
+    rows: Tensor
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Transformers' experts forward: hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H].
+
+    Raises RoutingError where tokens cannot be attributed to rows, NotImplementedError for an implementation of the base
+    whose matmuls are not known here.
+    """
+    implementation = self.__dict__["config"]._experts_implementation
+    linear = LINEARS.get(implementation)
+    if linear is None:
+        raise NotImplementedError(
+            f"{next(slots_of(self)).name}: the experts implementation must be one of {sorted(LINEARS)} where adapters "
+            f"train experts, it is {implementation!r}; call model.set_experts_implementation('grouped_mm')"
+        )
+    pairs = _pairs(self, hidden_states, top_k_index, implementation != "batched_mm")
+    tokens = hidden_states[pairs.tokens]
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    y = linear(self, name, tokens, pairs)
+    y, _ = add_deltas(self, name, y, tokens, hidden_states, pairs)
+    y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+    down = linear(self, "down_proj", y, pairs)
+    down, late = add_deltas(self, "down_proj", down, y, None, pairs)
+    weights = top_k_weights
+    if pairs.absent is not None:
+        down = down.masked_fill(pairs.absent, 0.0)
+        weights = weights.masked_fill(top_k_index >= self.num_experts, 0.0)
+    if _normed(self):
+        down = self.post_expert_norm(down)
+    out = combine(self, down, pairs, weights, hidden_states.dtype)
+    for slots, h in late:  # B is the same for all experts: multiplied once per token
+        own = combine(self, h, pairs, weights, h.dtype)
+        out = expand(slots, out, own, pairs.rows.to(torch.int32), None)
+    return out
+
+
+def _normed(self: Any) -> bool:
+    return getattr(self, "has_post_expert_norm", False)
+
+
+def _pairs(self: Any, hidden: Tensor, index: Tensor, in_order: bool) -> Pairs:
+    """The pairs of a call; in_order: sorted by expert and slot, else token after token."""
+    rows, count, k = _slots_of_tokens(self, hidden), self.num_experts, index.shape[1]
+    width = next(slots_of(self)).routing.slots + 1
+    sharded = getattr(self, "_is_expert_parallel", False)
+    experts = index.reshape(-1).clamp(max=count) if sharded else index.reshape(-1)
+    keys = (experts * width + rows.repeat_interleave(k, output_size=experts.shape[0])).to(torch.int32)
+    n = keys.shape[0]
+    if in_order:
+        keys, order = torch.sort(keys)
+        bounds = torch.arange(1, count + 1, device=keys.device, dtype=torch.int32) * width
+        ends = torch.searchsorted(keys, bounds, out_int32=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(n, device=keys.device)
+        tokens = order // k
+        experts = keys // width
+    else:
+        places = torch.arange(n, device=keys.device)
+        tokens, ends = places // k, None
+    absent = (experts >= count).unsqueeze(-1) if sharded else None
+    return Pairs(
+        keys, keys.long() % width, tokens, places.view(-1, k), experts.clamp(max=count - 1).long(), ends, absent, rows
+    )
+
+
+def _slots_of_tokens(self: Any, hidden: Tensor) -> Tensor:
+    """int64 [T]: slot of each token, `slots` for the base."""
+    each = [slots for slots in slots_of(self) if slots.path() != BASE_ONLY]
+    first, routing = each[0], each[0].routing
+    if first.path() == ONE:
+        assert routing.uniform is not None
+        return torch.full((hidden.shape[0],), routing.uniform, device=hidden.device)
+    assert first.layout is not None and first.layout.table is not None
+    table = first.layout.table.row_slots
+    aligned = routing.align(hidden, table.shape[0], first.name, flat=True)  # [R, T, H]
+    if aligned.shape[0] * aligned.shape[1] != hidden.shape[0]:
+        raise RoutingError(f"{first.name}: its tokens must come in one list [T, H], got {tuple(hidden.shape)}")
+    slots = torch.where(table < 0, routing.slots, table).long()
+    return slots[:, None].expand(-1, aligned.shape[1]).reshape(-1)
+
+
+# -- the base's matmuls ------------------------------------------------------------------------------------------
+def _grouped(self: Any, name: str, x: Tensor, pairs: Pairs) -> Tensor:
+    bias = getattr(self, f"{name}_bias")[pairs.experts] if self.has_bias else None
+    if pairs.absent is not None:
+        x = x.masked_fill(pairs.absent, 0.0)
+    weight = getattr(self, name)
+    y = _grouped_linear(x, weight, pairs.ends, bias=bias, is_transposed=self.is_transposed)  # type: ignore[arg-type]
+    return y if pairs.absent is None else y.masked_fill(pairs.absent, 0.0)
+
+
+def _batched(self: Any, name: str, x: Tensor, pairs: Pairs) -> Tensor:
+    bias = getattr(self, f"{name}_bias")[pairs.experts] if self.has_bias else None
+    return _batched_linear(x, getattr(self, name)[pairs.experts], bias=bias, is_transposed=self.is_transposed)
+
+
+def _eager(self: Any, name: str, x: Tensor, pairs: Pairs) -> Tensor:
+    weight, parts, start = getattr(self, name), [], 0
+    assert pairs.ends is not None
+    for expert, end in enumerate(pairs.ends.tolist()):
+        if end > start:
+            own = weight[expert] if self.is_transposed else weight[expert].t()
+            y = torch.matmul(x[start:end].to(own.dtype), own)
+            parts.append(y + getattr(self, f"{name}_bias")[expert] if self.has_bias else y)
+            start = end
+    y = torch.cat(parts) if parts else x.new_zeros(0, weight.shape[2 if self.is_transposed else 1])
+    rest = x.shape[0] - y.shape[0]  # pairs of experts on other devices
+    return y if not rest else torch.cat([y, y.new_zeros(rest, y.shape[1])])
+
+
+LINEARS = {"grouped_mm": _grouped, "batched_mm": _batched, "eager": _eager}
+
+
+# -- the deltas --------------------------------------------------------------------------------------------------
+def add_deltas(self: Any, name: str, y: Tensor, x: Tensor, tokens: Tensor | None, pairs: Pairs) -> tuple[Tensor, Late]:
+    """y [n, out] of the parameter `name` with the pairs' own deltas, and what is added once the pairs are summed.
+
+    x [n, in]. tokens [T, in]: what x was taken from; None: each pair has an input of its own, as in down_proj.
+    """
+    late: Late = []
+    every = list(_of(self, name))
+    for slots in every:
+        projection, _, half = slots.projection.partition(".")
+        if not half:
+            y = expand(slots, y, shrink(slots, x, pairs.keys, None), pairs.keys, None)
+        if not half.startswith("a"):
+            continue
+        keys, source = _keys(slots, pairs), None
+        if projection.endswith("_bias"):  # B holds what A, whose input is 1, is multiplied with
+            h = shrink(slots, x.new_ones(1, 1), keys, torch.zeros_like(pairs.tokens))
+        elif half == "a1" and tokens is not None:  # once for all experts of a token
+            h, source = shrink(slots, tokens, pairs.rows.to(torch.int32), None), pairs.tokens
+        else:
+            h = shrink(slots, x, keys, None)
+        mine = slots.tables_of()[1][keys.long()] > 0  # the rest of h is not written
+        for other in every:
+            if other.projection == f"{projection}.b1" and name == "down_proj" and not _normed(self):
+                late.append((other, h.masked_fill(~mine[:, None], 0.0)))
+            elif other.projection in (f"{projection}.b", f"{projection}.b1"):
+                y = expand(other, y, h, torch.where(mine, _keys(other, pairs), _nobody(other)), source)
+    return y, late
+
+
+def _of(self: Any, parameter: str) -> Iterator[ExpertSlots]:
+    """The projections of a parameter and of its bias that have rank rows in this call."""
+    names = PARAMETERS[parameter] if self.has_gate else {parameter, f"{parameter}_bias"}
+    for slots in slots_of(self):
+        if isinstance(slots, ExpertSlots) and slots.projection.partition(".")[0] in names and slots.path() != BASE_ONLY:
+            yield slots
+
+
+PARAMETERS = {
+    "gate_up_proj": {"gate_up_proj", "gate_proj", "up_proj", "gate_up_proj_bias"},
+    "down_proj": {"down_proj", "down_proj_bias"},
+}
+
+
+def _keys(slots: ExpertSlots, pairs: Pairs) -> Tensor:
+    return pairs.keys if slots.count is not None else pairs.slots.to(torch.int32)
+
+
+def _nobody(slots: ExpertSlots) -> int:
+    """A key without rank rows."""
+    return slots.tables_of()[1].shape[0] - 1
+
+
+def combine(self: Any, y: Tensor, pairs: Pairs, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, width] of `dtype`: each token's pairs y [n, width], weighted and added up."""
+    backend = next(slots.backend for slots in slots_of(self) if slots.layout is not None)
+    return ops_experts.combine(backend, y, pairs.places, weights, dtype)
+
+
+def shrink(slots: ExpertSlots, x: Tensor, keys: Tensor, source: Tensor | None) -> Tensor:
+    """h [n, max_rank] = A x of each pair."""
+    assert slots.layout is not None
+    max_rank = slots.layout.no_rows.shape[1]
+    return ops_experts.shrink(
+        slots.backend, x.to(slots.a.dtype), slots.a, *slots.tables_of(), keys, source, max_rank
+    )
+
+
+def expand(slots: ExpertSlots, y: Tensor, h: Tensor, keys: Tensor, source: Tensor | None) -> Tensor:
+    """y [n, out] plus B h of each pair in the projection's columns: y itself, but where a gradient is wanted."""
+    return ops_experts.expand(slots.backend, y, h, slots.b, *slots.tables_of(), keys, source, slots.first)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
