@@ -1,4 +1,5 @@
-"""The backends by name, and which one serves a module. A new one is a file with `shrink` and `expand`, and a row."""
+"""The backends by name, and which one serves a module. A new one is a file with `shrink` and `expand`, one with these
+and `combine` for experts, and a row."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import torch_backend
+from . import torch_backend, torch_experts
 
 TORCH, TRITON, TRITON_FIXED = "torch", "triton", "triton-fixed"
+Experts = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -23,30 +25,41 @@ class KernelError(RuntimeError):
 @dataclass(frozen=True)
 class Backend:
     """shrink, expand: as specified in ops.py. split: K -> ranges of K that suit it, where nothing else is known.
-    fixed: a row's delta depends on nothing else in the batch."""
+    experts_...: as specified in ops_experts.py; experts_expand returns y, written in place (torch: a new tensor where
+    gradients are wanted). fixed: a row's delta depends on nothing else in the batch."""
 
     name: str
     shrink: Callable[..., Tensor]
     expand: Callable[..., Tensor]
     split: Callable[[int], int]
+    experts_shrink: Callable[..., Tensor]
+    experts_expand: Callable[..., Tensor]
+    experts_combine: Callable[..., Tensor]
     fixed: bool = False
 
 
 @functools.cache
 def backend(name: str) -> Backend:
     """Raises ValueError for an unknown name, KernelError where Triton is missing."""
+    experts: Experts
     if name == TORCH:
-        return Backend(TORCH, torch_backend.shrink, torch_backend.expand, lambda k: 1)
+        experts = (torch_experts.shrink, torch_experts.expand, torch_experts.combine)
+        return Backend(TORCH, torch_backend.shrink, torch_backend.expand, lambda k: 1, *experts)
     if name not in (TRITON, TRITON_FIXED):
         raise ValueError(f"backend must be one of {(TORCH, TRITON, TRITON_FIXED)}, got {name!r}")
     require_triton()
-    from . import triton_backend
+    from . import triton_backend, triton_experts
 
+    split = triton_backend.fixed_split
     if name == TRITON:
-        return Backend(TRITON, triton_backend.shrink, triton_backend.expand, triton_backend.fixed_split)
+        experts = (triton_experts.shrink, triton_experts.expand, triton_experts.combine)
+        return Backend(TRITON, triton_backend.shrink, triton_backend.expand, split, *experts)
     shrink = functools.partial(triton_backend.shrink, fixed=True)
     expand = functools.partial(triton_backend.expand, fixed=True)
-    return Backend(TRITON_FIXED, shrink, expand, triton_backend.fixed_split, fixed=True)
+    experts_shrink = functools.partial(triton_experts.shrink, fixed=True)
+    experts_expand = functools.partial(triton_experts.expand, fixed=True)
+    experts = (experts_shrink, experts_expand, triton_experts.combine)
+    return Backend(TRITON_FIXED, shrink, expand, split, *experts, fixed=True)
 
 
 def has_triton() -> bool:
