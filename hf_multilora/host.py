@@ -206,9 +206,7 @@ def views_of(flat: Tensor, places: Iterable[Place], start: int = 0) -> list[Tens
     return found
 
 
-def _copy(
-    flat: Tensor, places: Mapping[str, tuple[Place, Place]], each: Mapping[str, tuple[int, ...]]
-) -> HostAdapter:
+def _copy(flat: Tensor, places: Mapping[str, tuple[Place, Place]], each: Mapping[str, tuple[int, ...]]) -> HostAdapter:
     with torch.inference_mode(False), torch.no_grad():
         return HostAdapter(own_pages(flat.nbytes).copy_(flat), places, each)
 

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .formats import (
-    A_EACH, A_ONE, B_EACH, B_ONE, LORA, SAVED, TOKENS, LoraFactors, site_name, split_half, split_site,
+    A_EACH,
+    A_ONE,
+    B_EACH,
+    B_ONE,
+    LORA,
+    SAVED,
+    TOKENS,
+    LoraFactors,
+    site_name,
+    split_half,
+    split_site,
 )  # fmt: skip
 from .layers.whole import own_names
 from .moe import experts_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from .catalogue import Entry, check_name
 from .config import MultiLoRAConfig
-from .formats import LORA, Adapter, AdapterError, LoraFactors, ModuleShape, split_site
+from .formats import LORA, Adapter, AdapterError, ModuleShape, split_site
 from .formats.keys import covers, listed
 from .loading import checkpoint_renames, name_adapters, progress, require_no_arguments, require_patchable
 from .model import MultiLoRAModel

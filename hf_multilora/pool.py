@@ -145,9 +145,7 @@ class Layout:
         made = self.width, self.bound, self.starts.shape[1], self.device, self.gated, self.experts
         return _layout, (made, self.spans, self.parts)
 
-    def take(
-        self, spans: Mapping[int, tuple[int, int]], parts: Mapping[int, tuple[int, ...]] | None = None
-    ) -> None:
+    def take(self, spans: Mapping[int, tuple[int, int]], parts: Mapping[int, tuple[int, ...]] | None = None) -> None:
         """Slot -> (first rank row, r), and for experts the rank of each; written by one copy each."""
         parts = parts or {}
         if self.spans == spans and self.parts == parts:

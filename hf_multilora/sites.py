@@ -9,7 +9,20 @@ from torch import nn
 
 from .census import take_census
 from .config import MultiLoRAConfig
-from .formats import A_EACH, A_ONE, B_EACH, B_ONE, LORA, SAVED, TOKENS, ModuleShape, is_lora, site_name, split_half, split_site
+from .formats import (
+    A_EACH,
+    A_ONE,
+    B_EACH,
+    B_ONE,
+    LORA,
+    SAVED,
+    TOKENS,
+    ModuleShape,
+    is_lora,
+    site_name,
+    split_half,
+    split_site,
+)
 from .layers import ExpertSlots, ModuleSlots, SavedSlots, SlotRows, TokenSlots, require_free, unwrap, wrap
 from .layers.rows import own_tensor
 from .patches.facts import Facts
@@ -72,11 +85,10 @@ class Sites:
                 slots = ModuleSlots(path, *sizes, self.routing, flat=flat, tied=tied, mixable=shape.mixable)
             elif is_lora(name):
                 assert shape.experts is not None
-                projection, half = split_half(role)
+                projection = shape.experts.projections[split_half(role)[0]]
                 slots = ExpertSlots(
-                    path, *sizes, self.routing, projection=role, mixable=shape.mixable,
-                    count=None if half in (A_ONE, B_ONE) else shape.experts.count,
-                    first=shape.experts.projections[projection].first,
+                    path, *sizes, self.routing, role=role, parameter=projection.parameter, count=shape.experts.count,
+                    first=projection.first, mixable=shape.mixable,
                 )  # fmt: skip
             else:
                 kind = SavedSlots if role == SAVED else TokenSlots

@@ -102,7 +102,11 @@ def _remix(module: nn.Module, without: SlotRows | None = None) -> None:
     """Give the module the class for the rank rows that it has, but for those that it is about to lose."""
     cls: Any = type(module)
     own = cls.__bases__[-1] if "_mixed" in cls.__dict__ else cls
-    mixins = dict.fromkeys(MIXINS[slots.role, slots.kind] for slots in slots_of(module) if slots is not without)
+    held = [slots for slots in slots_of(module) if slots is not without]
+    module.__dict__["_experts"] = tuple(slots for slots in held if slots.role == "experts")
+    if not module.__dict__["_experts"]:
+        del module.__dict__["_experts"]
+    mixins = dict.fromkeys(MIXINS[slots.role, slots.kind] for slots in held)
     module.__class__ = mix(tuple(mixins), own) if mixins else own
 
 

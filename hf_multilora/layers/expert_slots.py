@@ -13,8 +13,9 @@ from .rows import Pool, SlotRows
 class ExpertSlots(SlotRows):
     """a [P, in] and b [P, out] of a projection: an adapter's rows lie expert after expert, as formats/base.py says.
 
-    projection: its site's role, with the half if any. count: experts that have rows of their own; None: all share them.
-    first: the first column of the parameter's output that the projection has.
+    projection: its name. half: "" where A and B lie here, else "a", "b", or "a1", "b1" where all experts share the rows.
+    parameter: the weight whose output the projection adds to. count: experts that have rows of their own; None: all
+    share them. first: the first column of that output that the projection has.
     """
 
     role = "experts"
@@ -26,13 +27,16 @@ class ExpertSlots(SlotRows):
         out_features: int,
         routing: Routing,
         *,
-        projection: str,
-        count: int | None,
+        role: str,
+        parameter: str,
+        count: int,
         first: int = 0,
         mixable: bool = True,
     ) -> None:
-        self.projection, self.count, self.first = projection, count, first
-        self.attribute = f"_{projection}"
+        self.projection, _, self.half = role.partition(".")
+        self.parameter, self.first = parameter.removesuffix("_bias"), first
+        self.count = None if self.half.endswith("1") else count
+        self.attribute = f"_{role}"
         self.parts: dict[int, tuple[int, ...]] = {}
         super().__init__(name, in_features, out_features, routing, flat=True, mixable=mixable)
 

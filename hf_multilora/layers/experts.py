@@ -7,17 +7,16 @@ module's forward finds ours in the interface: the base's matmuls as its implemen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _batched_linear, _grouped_linear
 
 from ..kernels import ops_experts
 from ..routing import RoutingError
-from .base import AdaptedLayer, slots_of
+from .base import AdaptedLayer
 from .expert_slots import ExpertSlots
 from .rows import BASE_ONLY, ONE
 
@@ -28,11 +27,13 @@ Late = list[tuple[ExpertSlots, Tensor]]  # projection whose B all experts share 
 class LoraExperts(AdaptedLayer, role="experts", kind="experts"):
     """Adds `B (A x)` of each pair's expert and adapter to what the projections of the class it is mixed into give."""
 
+    _experts: tuple[ExpertSlots, ...]  # of all its projections
+
     @property
     def config(self) -> Any:
         """The module's config; while adapters of the call have rank rows here, one that asks for our forward."""
         own = self.__dict__["config"]
-        return own if path_of(self) == BASE_ONLY else Ours(own)  # type: ignore[arg-type]
+        return Ours(own) if any(slots.path() for slots in self._experts) else own
 
     @config.setter
     def config(self, value: Any) -> None:
@@ -49,11 +50,6 @@ class Ours:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["config"], name)
-
-
-def path_of(module: nn.Module) -> int:
-    """BASE_ONLY, ONE or MIXED: what a call has to do, over all projections."""
-    return max((slots.path() for slots in slots_of(module)), default=BASE_ONLY)
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     linear = LINEARS.get(implementation)
     if linear is None:
         raise NotImplementedError(
-            f"{next(slots_of(self)).name}: the experts implementation must be one of {sorted(LINEARS)} where adapters "
+            f"{self._experts[0].name}: the experts implementation must be one of {sorted(LINEARS)} where adapters "
             f"train experts, it is {implementation!r}; call model.set_experts_implementation('grouped_mm')"
         )
     pairs = _pairs(self, hidden_states, top_k_index, implementation != "batched_mm")
@@ -121,7 +117,7 @@ def _normed(self: Any) -> bool:
 def _pairs(self: Any, hidden: Tensor, index: Tensor, in_order: bool) -> Pairs:
     """The pairs of a call; in_order: sorted by expert and slot, else token after token."""
     rows, count, k = _slots_of_tokens(self, hidden), self.num_experts, index.shape[1]
-    width = next(slots_of(self)).routing.slots + 1
+    width = self._experts[0].routing.slots + 1
     sharded = getattr(self, "_is_expert_parallel", False)
     experts = index.reshape(-1).clamp(max=count) if sharded else index.reshape(-1)
     keys = (experts * width + rows.repeat_interleave(k, output_size=experts.shape[0])).to(torch.int32)
@@ -145,8 +141,8 @@ def _pairs(self: Any, hidden: Tensor, index: Tensor, in_order: bool) -> Pairs:
 
 def _slots_of_tokens(self: Any, hidden: Tensor) -> Tensor:
     """int64 [T]: slot of each token, `slots` for the base."""
-    each = [slots for slots in slots_of(self) if slots.path() != BASE_ONLY]
-    first, routing = each[0], each[0].routing
+    first = [slots for slots in self._experts if slots.path() != BASE_ONLY][0]
+    routing = first.routing
     if first.path() == ONE:
         assert routing.uniform is not None
         return torch.full((hidden.shape[0],), routing.uniform, device=hidden.device)
@@ -198,41 +194,28 @@ def add_deltas(self: Any, name: str, y: Tensor, x: Tensor, tokens: Tensor | None
     x [n, in]. tokens [T, in]: what x was taken from; None: each pair has an input of its own, as in down_proj.
     """
     late: Late = []
-    every = list(_of(self, name))
+    every = [slots for slots in self._experts if slots.parameter == name and slots.path() != BASE_ONLY]
     for slots in every:
-        projection, _, half = slots.projection.partition(".")
-        if not half:
+        if not slots.half:
             y = expand(slots, y, shrink(slots, x, pairs.keys, None), pairs.keys, None)
-        if not half.startswith("a"):
+        if slots.half not in ("a", "a1"):
             continue
         keys, source = _keys(slots, pairs), None
-        if projection.endswith("_bias"):  # B holds what A, whose input is 1, is multiplied with
+        if slots.projection.endswith("_bias"):  # B holds what A, whose input is 1, is multiplied with
             h = shrink(slots, x.new_ones(1, 1), keys, torch.zeros_like(pairs.tokens))
-        elif half == "a1" and tokens is not None:  # once for all experts of a token
+        elif slots.half == "a1" and tokens is not None:  # once for all experts of a token
             h, source = shrink(slots, tokens, pairs.rows.to(torch.int32), None), pairs.tokens
         else:
             h = shrink(slots, x, keys, None)
         mine = slots.tables_of()[1][keys.long()] > 0  # the rest of h is not written
         for other in every:
-            if other.projection == f"{projection}.b1" and name == "down_proj" and not _normed(self):
+            if other.projection != slots.projection or other.half not in ("b", "b1"):
+                continue
+            if other.half == "b1" and name == "down_proj" and not _normed(self):
                 late.append((other, h.masked_fill(~mine[:, None], 0.0)))
-            elif other.projection in (f"{projection}.b", f"{projection}.b1"):
+            else:
                 y = expand(other, y, h, torch.where(mine, _keys(other, pairs), _nobody(other)), source)
     return y, late
-
-
-def _of(self: Any, parameter: str) -> Iterator[ExpertSlots]:
-    """The projections of a parameter and of its bias that have rank rows in this call."""
-    names = PARAMETERS[parameter] if self.has_gate else {parameter, f"{parameter}_bias"}
-    for slots in slots_of(self):
-        if isinstance(slots, ExpertSlots) and slots.projection.partition(".")[0] in names and slots.path() != BASE_ONLY:
-            yield slots
-
-
-PARAMETERS = {
-    "gate_up_proj": {"gate_up_proj", "gate_proj", "up_proj", "gate_up_proj_bias"},
-    "down_proj": {"down_proj", "down_proj_bias"},
-}
 
 
 def _keys(slots: ExpertSlots, pairs: Pairs) -> Tensor:
@@ -246,7 +229,7 @@ def _nobody(slots: ExpertSlots) -> int:
 
 def combine(self: Any, y: Tensor, pairs: Pairs, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, width] of `dtype`: each token's pairs y [n, width], weighted and added up."""
-    backend = next(slots.backend for slots in slots_of(self) if slots.layout is not None)
+    backend = [slots.backend for slots in self._experts if slots.layout is not None][0]
     return ops_experts.combine(backend, y, pairs.places, weights, dtype)
 
 
@@ -254,9 +237,7 @@ def shrink(slots: ExpertSlots, x: Tensor, keys: Tensor, source: Tensor | None) -
     """h [n, max_rank] = A x of each pair."""
     assert slots.layout is not None
     max_rank = slots.layout.no_rows.shape[1]
-    return ops_experts.shrink(
-        slots.backend, x.to(slots.a.dtype), slots.a, *slots.tables_of(), keys, source, max_rank
-    )
+    return ops_experts.shrink(slots.backend, x.to(slots.a.dtype), slots.a, *slots.tables_of(), keys, source, max_rank)
 
 
 def expand(slots: ExpertSlots, y: Tensor, h: Tensor, keys: Tensor, source: Tensor | None) -> Tensor:

@@ -23,23 +23,24 @@ class LoraRouter(AdaptedLayer, kind="router"):
         slots: ModuleSlots = self._lora
         if slots.path() == BASE_ONLY:
             return super().__call__(*args, **kwargs)
-        with AddToLogits(slots) as mode:
+        met: list[Tensor] = []
+        with AddToLogits(slots, met):
             output = super().__call__(*args, **kwargs)
-        if mode.met != 1:
+        if len(met) != 1:
             raise RoutingError(
                 f"{slots.name}: its forward must multiply once with its weight [{slots.out_features}, "
-                f"{slots.in_features}], it did {mode.met} times, so an adapter's part cannot be added; leave the router "
+                f"{slots.in_features}], it did {len(met)} times, so an adapter's part cannot be added; leave the router "
                 f"out of the adapter"
             )
         return output
 
 
 class AddToLogits(TorchFunctionMode):
-    """While it is on, the products with the router's weight get the rows' own deltas. met: how many there were."""
+    """While it is on, products with the router's weight get the rows' own deltas, and are noted in `met`."""
 
-    def __init__(self, slots: ModuleSlots) -> None:
+    def __init__(self, slots: ModuleSlots, met: list[Tensor]) -> None:
         super().__init__()
-        self.slots, self.met = slots, 0
+        self.slots, self.met = slots, met
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -50,8 +51,8 @@ class AddToLogits(TorchFunctionMode):
         x, weight = args[0], args[1] if len(args) > 1 else (kwargs or {})["weight"]
         if tuple(weight.shape) != (self.slots.out_features, self.slots.in_features):
             return output
-        self.met += 1
-        return _add(output, x, self.slots)
+        self.met.append(_add(output, x, self.slots))
+        return self.met[-1]
 
 
 def _add(logits: Tensor, x: Tensor, slots: ModuleSlots) -> Tensor:

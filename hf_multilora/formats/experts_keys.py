@@ -1,0 +1,259 @@
+"""Keys of an adapter file that belong to experts: which module of the base, which of its projections, which expert.
+
+`X` names the module that holds the experts:
+
+layout   keys                                                  A                       B
+nested   X.lora_A, X.base_layer.lora_A, ... one per parameter  [r*E, in]               [out, r*E]
+single   X.{expert}.{projection}.lora_A                        [r, in]                 [out, r]
+packed   X.{projection}.lora_A                                 [E or 1, r, in]         [E or 1, out, r]
+
+Nested is PEFT's `target_parameters`: the first of the targeted parameters, as the module registers them, lies
+innermost. Single is what Transformers 4 had, with one module per expert.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_multilora.formats.base import ExpertsShape
+from hf_multilora.formats.checks import shape_of
+from hf_multilora.formats.experts_shapes import fits
+from hf_multilora.formats.keys import ParsedKey, listed
+from hf_multilora.formats.reading import Reading
+
+# Name of a projection in files -> (the projection of gated experts, of ungated ones). A test compares it with what
+# Transformers' own conversion of checkpoints says of every model.
+PROJECTIONS: Mapping[str, tuple[str, str | None]] = {
+    "gate_up_proj": ("gate_up_proj", None),
+    "gate_proj": ("gate_proj", None),
+    "up_proj": ("up_proj", "up_proj"),
+    "down_proj": ("down_proj", "down_proj"),
+    "w1": ("gate_proj", "up_proj"),
+    "w3": ("up_proj", None),
+    "w2": ("down_proj", "down_proj"),
+    "fc1": ("gate_proj", "up_proj"),
+    "fc3": ("up_proj", None),
+    "fc2": ("down_proj", "down_proj"),
+}
+OF_EXPERTS = re.compile(r"(.+?)(?:\.(\d+))?\.([^.]+)")  # module, expert, projection
+
+
+@dataclass(frozen=True)
+class Spot:
+    """What a module's name in a file means: the experts' module of the base, and what of it."""
+
+    module: str
+    projection: str | None  # its name in the file, None where PEFT's nesting says which it is
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A and B of one projection, of one expert or of all."""
+
+    module: str
+    projection: str  # of ExpertsShape.projections
+    expert: int | None
+    nested: bool
+    a: ParsedKey
+    b: ParsedKey
+    names: tuple[str, ...]  # what rank_pattern, alpha_pattern and target_modules may call it
+
+    @property
+    def site(self) -> str:
+        return f"{self.module}:{self.projection}"
+
+
+def locate_experts(reading: Reading, keys: Sequence[ParsedKey]) -> dict[str, Spot]:
+    """Names of modules in the file -> experts of the base, for those that mean some."""
+    if not any(shape.kind == "experts" for shape in reading.modules.values()):
+        return {}
+    holders: dict[str, str | None] = {}  # name -> the module of experts that it means
+    spots: dict[str, Spot] = {}
+    for p in keys:
+        if p.module in spots:
+            continue
+        whole = _holder(reading, p.module, holders)
+        if whole is not None:
+            spots[p.module] = Spot(whole, None, None)
+            continue
+        if reading.resolver.resolve(p.module):
+            continue
+        for name in dict.fromkeys((p.module, reading.resolver.renamed(p.module))):
+            found = OF_EXPERTS.fullmatch(name)
+            module = _holder(reading, found[1], holders) if found else None
+            if found and module is not None:
+                spots[p.module] = Spot(module, found[3], int(found[2]) if found[2] else None)
+                break
+    return spots
+
+
+def _holder(reading: Reading, name: str, known: dict[str, str | None]) -> str | None:
+    if name not in known:
+        modules = reading.resolver.resolve(name)
+        experts = [m for m in modules if reading.modules[m].kind == "experts"]
+        known[name] = experts[0] if experts else None
+    return known[name]
+
+
+def pair_up(reading: Reading, keys: Sequence[ParsedKey], spots: Mapping[str, Spot]) -> list[Pair]:
+    """A with its B, and the projection they are for."""
+    halves: dict[tuple[Spot, int, str], ParsedKey] = {}
+    for p in keys:
+        spot = spots[p.module]
+        shape = reading.modules[spot.module]
+        if shape.refused is not None:
+            raise reading.place(p, spot.module).error(
+                f"no adapter may target these experts here: {shape.refused}; retrain without them"
+            )
+        if p.embedding:
+            raise reading.place(p, spot.module).error(
+                "experts take lora_A and lora_B, but the file holds lora_embedding_A/B: it was trained on another base"
+            )
+        other = halves.setdefault((spot, p.depth, p.role), p)
+        if other is not p:
+            raise reading.error(f"two keys land on {_called(spot)}: {other.key!r} and {p.key!r}; keep one")
+    pairs: list[Pair] = []
+    nested: dict[str, dict[int, tuple[ParsedKey, ParsedKey]]] = {}
+    for (spot, depth, role), p in halves.items():
+        partner = halves.get((spot, depth, "b" if role == "a" else "a"))
+        if partner is None:
+            have, lack = ("lora_A", "lora_B") if role == "a" else ("lora_B", "lora_A")
+            raise reading.error(
+                f"{_called(spot)} must have lora_A and lora_B, but has {have} (key {p.key!r}) without {lack}; the file "
+                f"is incomplete: save the adapter again"
+            )
+        if role != "a":
+            continue
+        if spot.projection is None:
+            nested.setdefault(spot.module, {})[depth] = (p, partner)
+        elif depth:
+            raise reading.place(p, spot.module).error(
+                "base_layer stands behind a projection's name, so which parameter it means is unknown; save it again"
+            )
+        else:
+            pairs += _named(reading, spot, p, partner)
+    for module, by_depth in nested.items():
+        pairs += _nested(reading, module, by_depth)
+    _require_apart(reading, pairs)
+    return pairs
+
+
+def _called(spot: Spot) -> str:
+    expert = "" if spot.expert is None else f" of expert {spot.expert}"
+    return f"{spot.projection or 'a parameter'}{expert} of module {spot.module}"
+
+
+def _experts(reading: Reading, module: str) -> ExpertsShape:
+    shape = reading.modules[module].experts
+    assert shape is not None  # a module of experts without shape is refused
+    return shape
+
+
+def _named(reading: Reading, spot: Spot, a: ParsedKey, b: ParsedKey) -> list[Pair]:
+    """A pair whose key names its projection; none where it is an empty placeholder for one that the base lacks."""
+    shape, name = _experts(reading, spot.module), str(spot.projection)
+    place = reading.place(a, spot.module)
+    gated = "gate_up_proj" in shape.projections
+    projection = PROJECTIONS[name][0 if gated else 1] if name in PROJECTIONS else name
+    empty = not (reading.tensors[a.key].numel() or reading.tensors[b.key].numel())
+    if empty and projection is None and spot.expert is None:
+        return []
+    if projection is None or projection not in shape.projections:
+        interleaved = gated and projection in ("gate_proj", "up_proj")
+        why = (
+            ", whose gate and up columns alternate: their factors must be those of gate_up_proj" if interleaved else ""
+        )
+        raise place.error(
+            f"the file holds factors of {name}, but these experts have {', '.join(shape.projections)}{why}; load the "
+            f"base that the adapter was trained on"
+        )
+    if spot.expert is not None and spot.expert >= shape.count:
+        raise place.error(
+            f"the file holds factors of expert {spot.expert}, but the base has {shape.count} experts (0 to "
+            f"{shape.count - 1}): the adapter belongs to another base"
+        )
+    index = "" if spot.expert is None else f".{spot.expert}"
+    names = (a.module, f"{spot.module}{index}.{name}")
+    flat = spot.expert is None and reading.tensors[a.key].dim() == 2
+    return [Pair(spot.module, projection, spot.expert, flat, a, b, names)]
+
+
+def _nested(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKey, ParsedKey]]) -> list[Pair]:
+    shape, settings = _experts(reading, module), reading.settings
+    outer = next(iter(by_depth.values()))[0]
+    depths = sorted(by_depth, reverse=True)  # innermost first
+    names = dict.fromkeys((outer.module, module))
+    chosen = [n for n in shape.parameters if any(settings.targets_parameter(f"{name}.{n}") for name in names)]
+    if chosen and depths != list(reversed(range(len(chosen)))):
+        raise reading.place(outer, module).error(
+            f"target_parameters names {', '.join(chosen)} of it, so the file must hold {len(chosen)} pairs of lora_A and "
+            f"lora_B one inside another (base_layer), but it holds {_shown(reading, by_depth)}; use the "
+            f"adapter_config.json it was saved with"
+        )
+    if not chosen:
+        chosen = _by_shape(reading, module, by_depth)
+    odd = next((n for n in chosen if n not in shape.projections), None)
+    if odd is not None:
+        raise reading.place(outer, module).error(
+            f"target_parameters names {odd}, which is not served here (these experts have "
+            f"{', '.join(shape.projections)}); retrain without it"
+        )
+    return [
+        Pair(module, n, None, True, *by_depth[depth], tuple(f"{name}.{n}" for name in names))
+        for depth, n in zip(depths, chosen, strict=True)
+    ]
+
+
+def _by_shape(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKey, ParsedKey]]) -> list[str]:
+    """The parameters that the pairs fit, innermost first, where they are the only ones."""
+    shape = _experts(reading, module)
+    tensors = [[reading.tensors[p.key] for p in by_depth[depth]] for depth in sorted(by_depth, reverse=True)]
+    known = [n for n in shape.parameters if n in shape.projections]
+    found = [
+        names
+        for names in itertools.combinations(known, len(tensors))
+        if all(fits(shape, n, a, b) for n, (a, b) in zip(names, tensors, strict=True))
+    ]
+    if len(found) == 1:
+        return list(found[0])
+    outer = next(iter(by_depth.values()))[0]
+    could = (
+        f"could be those of {' or '.join('+'.join(names) for names in found)}" if found else "fit no parameter of it"
+    )
+    raise reading.place(outer, module).error(
+        f"the file's factors {_shown(reading, by_depth)} {could} ({shape.count} experts: {_sizes(shape)}), and "
+        f"adapter_config.json has no target_parameters that name them; use the one it was saved with, or name the "
+        f"parameters there (full names, as {module}.{known[0]})"
+    )
+
+
+def _sizes(shape: ExpertsShape) -> str:
+    return ", ".join(f"{n} {p.in_features} -> {p.out_features}" for n, p in shape.projections.items())
+
+
+def _shown(reading: Reading, by_depth: Mapping[int, tuple[ParsedKey, ParsedKey]]) -> str:
+    return "; ".join(
+        f"{a.key} {shape_of(reading.tensors[a.key])} and lora_B {shape_of(reading.tensors[b.key])}"
+        for a, b in by_depth.values()
+    )
+
+
+def _require_apart(reading: Reading, pairs: Sequence[Pair]) -> None:
+    """One layout per projection, and no projection beside a half of it."""
+    first: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        both = ("gate_up_proj",) if pair.projection in ("gate_proj", "up_proj") else ()
+        halves = ("gate_proj", "up_proj") if pair.projection == "gate_up_proj" else ()
+        for name in (pair.projection, *both, *halves):
+            other = first.get((pair.module, name))
+            same = other is not None and name == pair.projection and None not in (other.expert, pair.expert)
+            if other is not None and not (same and other.expert != pair.expert):
+                raise reading.error(
+                    f"two keys land on {pair.projection} of module {pair.module}: {other.a.key!r} and {pair.a.key!r}; "
+                    f"keep one (the layouts of {listed(dict.fromkeys((other.projection, pair.projection)))} are mixed)"
+                )
+        first.setdefault((pair.module, pair.projection), pair)
