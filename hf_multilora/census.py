@@ -37,13 +37,11 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         own = name.rpartition(".")[2]
         reason = shape.refused or facts.refusal(name)
         if reason is None and _inside_experts(name, shape.kind):
-            reason = f"{type(around if shape.kind != 'other' else module).__name__} is outside Transformers' experts interface"
+            holder = module if shape.kind == "other" else around
+            reason = f"{type(holder).__name__} is outside Transformers' experts interface"
         parent: type = type(around)
-        if (
-            reason is None
-            and shape.kind not in ("router", "experts")
-            and _reads_weight(parent, own, even_if_called=shape.kind == "other")
-        ):
+        by_name = reason is None and shape.kind not in ("router", "experts")
+        if by_name and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
             never = "" if shape.kind == "other" else "it is never called: "
             reason = f"{never}{parent.__name__} uses its weight directly"
         mixable = not facts.matches("unmixable", name) and not outside(name)

@@ -112,8 +112,8 @@ class Layout:
     gated: closed bool [R, P] True where the rank row is not the batch row's
     not gated: own int64 [2, R] first rank row and rank of each batch row's slot, both 0 for the base;
            widest           the largest rank of a row's slot; whole: every row's slot has rank rows
-    experts: each int32 [2, (experts + 1) * (slots + 1)] first rank row and rank by expert * (slots + 1) + slot; the last
-           expert (what another device holds) and the last slot (the base) have none. parts: slot -> rank of each expert
+    experts: each int32 [2, (experts + 1) * (slots + 1)] first rank row and rank by expert * (slots + 1) + slot; the
+           last expert (what another device holds) and the last slot (the base) have none. parts: slot -> each one's
     no_rows      [0, bound] its shape tells traced code an upper bound of the ranks
     table                   the rows of the call in force, on this device
     Tables keep their addresses while the layout is in use: `take` writes new spans into them, `write` the rows.

@@ -80,8 +80,8 @@ class Residency(Sites):
             return pool_rows(ranks, slots, most)
         if not is_lora(site) or most is None:
             return pool_rows(ranks, slots, None, SlotRows.unit)
-        each = 1 if split_half(role)[1] in (A_ONE, B_ONE) else self.module_of(site).num_experts
-        return slots * most * each
+        experts: Any = self.module_of(site)
+        return slots * most * (1 if split_half(role)[1] in (A_ONE, B_ONE) else int(experts.num_experts))
 
     # -- the store's device ----------------------------------------------------------------------------------
     def pack(self, adapter: Adapter) -> HostAdapter:

@@ -99,8 +99,8 @@ class ExpertsShape:
 class ModuleShape:
     """One module of the base as an adapter sees it.
 
-    kind      "linear" (also GPT-2's Conv1D), "embedding", "router" (its weight [out, in] gives the experts' logits inside
-              its forward), "experts" or "other"
+    kind      "linear" (also GPT-2's Conv1D), "embedding", "router" (its weight [out, in] gives the logits of experts
+              inside its forward), "experts" or "other"
     refused   why no adapter may target it, in any role
     mixable   False where the rows of its input cannot be attributed to batch rows
     own       shapes of the floating point parameters and persistent buffers that are its own, not its children's

@@ -13,9 +13,9 @@ from .rows import Pool, SlotRows
 class ExpertSlots(SlotRows):
     """a [P, in] and b [P, out] of a projection: an adapter's rows lie expert after expert, as formats/base.py says.
 
-    projection: its name. half: "" where A and B lie here, else "a", "b", or "a1", "b1" where all experts share the rows.
-    parameter: the weight whose output the projection adds to. count: experts that have rows of their own; None: all
-    share them. first: the first column of that output that the projection has.
+    projection: its name. half: "" where A and B lie here, else "a", "b", or "a1", "b1" where all experts share the
+    rows. parameter: the weight whose output the projection adds to. count: experts that have rows of their own; None:
+    all share them. first: the first column of that output that the projection has.
     """
 
     role = "experts"

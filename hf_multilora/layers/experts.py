@@ -141,7 +141,7 @@ def _pairs(self: Any, hidden: Tensor, index: Tensor, in_order: bool) -> Pairs:
 
 def _slots_of_tokens(self: Any, hidden: Tensor) -> Tensor:
     """int64 [T]: slot of each token, `slots` for the base."""
-    first = [slots for slots in self._experts if slots.path() != BASE_ONLY][0]
+    first = next(slots for slots in self._experts if slots.path() != BASE_ONLY)
     routing = first.routing
     if first.path() == ONE:
         assert routing.uniform is not None
@@ -229,7 +229,7 @@ def _nobody(slots: ExpertSlots) -> int:
 
 def combine(self: Any, y: Tensor, pairs: Pairs, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, width] of `dtype`: each token's pairs y [n, width], weighted and added up."""
-    backend = [slots.backend for slots in self._experts if slots.layout is not None][0]
+    backend = next(slots.backend for slots in self._experts if slots.layout is not None)
     return ops_experts.combine(backend, y, pairs.places, weights, dtype)
 
 

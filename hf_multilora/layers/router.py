@@ -29,8 +29,8 @@ class LoraRouter(AdaptedLayer, kind="router"):
         if len(met) != 1:
             raise RoutingError(
                 f"{slots.name}: its forward must multiply once with its weight [{slots.out_features}, "
-                f"{slots.in_features}], it did {len(met)} times, so an adapter's part cannot be added; leave the router "
-                f"out of the adapter"
+                f"{slots.in_features}], it did {len(met)} times, so an adapter's part cannot be added; leave the "
+                f"router out of the adapter"
             )
         return output
 

@@ -117,7 +117,7 @@ def test_normed_weights_take_the_plain_path(way: Callable[[nn.Module], Any]) -> 
     bed = Bed(module)
     check(bed, x, base)
     assert bed(x).requires_grad and bed.slots.buffer is None
-    unwrap(module)
+    unwrap(module, bed.slots)
     assert type(module) is bed.bare_class and torch.equal(module(x), base)
 
 
@@ -129,8 +129,8 @@ def test_a_norm_added_later_must_be_taken_off_before_unwrapping() -> None:
     parametrizations.weight_norm(module)
     check(bed, x, base)
     with pytest.raises(RuntimeError, match="bed: its class must be the one it was adapted with, it became P"):
-        unwrap(module)
+        unwrap(module, bed.slots)
     nn.utils.parametrize.remove_parametrizations(module, "weight")
     check(bed, x, base)
-    unwrap(module)
+    unwrap(module, bed.slots)
     assert type(module) is nn.Linear and not isinstance(module, AdaptedLayer)
