@@ -36,6 +36,7 @@ class Entry:
     host: HostAdapter | None = None
     in_flight: int = 0
     labels: tuple[str, ...] | None = None  # names of what its own head tells apart, where its files say them
+    max_rank: int = 0  # the largest rank of its low-rank sites
 
     @property
     def identity(self) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .catalogue import Entry, check_name
 from .config import MultiLoRAConfig
-from .formats import LORA, Adapter, AdapterError, ModuleShape, split_site
+from .formats import LORA, Adapter, AdapterError, ModuleShape, is_lora, split_half, split_site
 from .formats.keys import covers, listed
 from .loading import checkpoint_renames, name_adapters, progress, require_no_arguments, require_patchable
 from .model import MultiLoRAModel
@@ -130,6 +130,13 @@ def allowed_modules(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[s
     return found
 
 
+def _allowed(targets: Sequence[str] | str, site: str) -> bool:
+    """Whether target_modules covers the module of a LoRA site, or its projection of experts."""
+    path, role = split_site(site)
+    names = [path] if role == LORA else [path, f"{path}.{split_half(role)[0]}", f"{path}.gate_up_proj"]
+    return any(covers(targets, name) for name in names)
+
+
 # -- the base --------------------------------------------------------------------------------------------------
 def _model_and_reader(
     base: Any, adapters: Mapping[str, str], auto_class: Any, kwargs: dict[str, Any]
@@ -157,13 +164,13 @@ def _own(model: Any) -> list[Entry]:
 def _registered_bytes(entry: Entry, runtime: Runtime, probe: Runtime) -> int:
     """Host bytes of a registered adapter under the settings of the plan, which it must satisfy."""
     bound, targets = probe.config.max_lora_rank, probe.reading()["target_modules"]
-    lora = {site: r for site, r in entry.ranks.items() if split_site(site)[1] == LORA}
-    if bound is not None and max(lora.values(), default=0) > bound:
+    lora = [site for site in entry.ranks if is_lora(site)]
+    if bound is not None and entry.max_rank > bound:
         raise AdapterError(
-            f"adapter {entry.name!r}: rank must be at most {bound} (max_lora_rank), got {max(lora.values())}; "
-            f"raise max_lora_rank"
+            f"adapter {entry.name!r}: rank must be at most {bound} (max_lora_rank), got {entry.max_rank}; raise "
+            f"max_lora_rank"
         )
-    outside = [module for module in lora if targets is not None and not covers(targets, module)]
+    outside = [site for site in lora if targets is not None and not _allowed(targets, site)]
     if outside:
         raise AdapterError(
             f"adapter {entry.name!r} trained {listed(outside)}, but target_modules={targets!r} does not allow that "

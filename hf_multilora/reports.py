@@ -208,7 +208,7 @@ def list_adapters(runtime: Runtime) -> list[dict[str, Any]]:
             "source": e.source,
             "base_model": e.base_model,
             "digest": e.digest,
-            "max_rank": max((r for site, r in e.ranks.items() if split_site(site)[1] == LORA), default=0),
+            "max_rank": e.max_rank,
             "modules": len({split_site(site)[0] for site in e.ranks}),
             "bytes": e.nbytes,
             "on_device": e.id in store.slots,

@@ -221,7 +221,7 @@ class AdapterStore:
         ranks = {module: a.shape[0] for module, (a, _) in host.factors.items()}
         return Entry(
             name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks, host.nbytes, adapter.config,
-            reader, host, labels=adapter.labels,
+            reader, host, labels=adapter.labels, max_rank=adapter.max_rank,
         )  # fmt: skip
 
     def _pack(self, name: str, adapter: Adapter) -> HostAdapter:
