@@ -31,17 +31,16 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 def check_module(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: torch.Tensor) -> None:
     """The module must be one that takes factors of the kind in the file."""
-    if "experts" in place.module.split(".") and module.kind == "other":
-        raise place.error("MoE experts are not supported yet; retrain on the other modules")
     if tensor.dim() > 2:
         raise place.error(
             f"Conv LoRA is not supported (a {tensor.dim()}-D factor {shape_of(tensor)}); retrain without it"
         )
     if module.refused is not None:
         raise place.error(f"no adapter may target it here: {module.refused}; retrain without it")
-    if module.kind not in ("linear", "embedding"):
+    if module.kind not in ("linear", "embedding", "router"):
         raise place.error(
-            "LoRA must target a linear, Conv1D (GPT-2) or embedding module, and this is none; retrain without it"
+            "LoRA must target a linear, Conv1D (GPT-2), embedding or router module, and this is none; retrain without "
+            "it"
         )
     if parsed.embedding != (module.kind == "embedding"):
         held = "lora_embedding_A/B" if parsed.embedding else "lora_A/B"

@@ -18,10 +18,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_multilora.formats.base import ExpertsShape
+from hf_multilora.formats.base import ExpertsShape, ModuleShape
 from hf_multilora.formats.checks import shape_of
 from hf_multilora.formats.experts_shapes import fits
-from hf_multilora.formats.keys import ParsedKey, listed
+from hf_multilora.formats.keys import ParsedKey
 from hf_multilora.formats.reading import Reading
 
 # Name of a projection in files -> (the projection of gated experts, of ungated ones). A test compares it with what
@@ -38,6 +38,7 @@ PROJECTIONS: Mapping[str, tuple[str, str | None]] = {
     "fc3": ("up_proj", None),
     "fc2": ("down_proj", "down_proj"),
 }
+OVERLAPS = {"gate_up_proj": ("gate_proj", "up_proj"), "gate_proj": ("gate_up_proj",), "up_proj": ("gate_up_proj",)}
 OF_EXPERTS = re.compile(r"(.+?)(?:\.(\d+))?\.([^.]+)")  # module, expert, projection
 
 
@@ -69,7 +70,7 @@ class Pair:
 
 def locate_experts(reading: Reading, keys: Sequence[ParsedKey]) -> dict[str, Spot]:
     """Names of modules in the file -> experts of the base, for those that mean some."""
-    if not any(shape.kind == "experts" for shape in reading.modules.values()):
+    if not any(_are_experts(module, shape) for module, shape in reading.modules.items()):
         return {}
     holders: dict[str, str | None] = {}  # name -> the module of experts that it means
     spots: dict[str, Spot] = {}
@@ -94,9 +95,14 @@ def locate_experts(reading: Reading, keys: Sequence[ParsedKey]) -> dict[str, Spo
 def _holder(reading: Reading, name: str, known: dict[str, str | None]) -> str | None:
     if name not in known:
         modules = reading.resolver.resolve(name)
-        experts = [m for m in modules if reading.modules[m].kind == "experts"]
-        known[name] = experts[0] if experts else None
+        known[name] = modules[0] if modules and _are_experts(modules[0], reading.modules[modules[0]]) else None
     return known[name]
+
+
+def _are_experts(module: str, shape: ModuleShape) -> bool:
+    """Those outside Transformers' interface, too: they are refused by name."""
+    outside = shape.kind == "other" and shape.refused is not None and module.split(".")[-1] == "experts"
+    return shape.kind == "experts" or outside
 
 
 def pair_up(reading: Reading, keys: Sequence[ParsedKey], spots: Mapping[str, Spot]) -> list[Pair]:
@@ -190,8 +196,8 @@ def _nested(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKe
     chosen = [n for n in shape.parameters if any(settings.targets_parameter(f"{name}.{n}") for name in names)]
     if chosen and depths != list(reversed(range(len(chosen)))):
         raise reading.place(outer, module).error(
-            f"target_parameters names {', '.join(chosen)} of it, so the file must hold {len(chosen)} pairs of lora_A and "
-            f"lora_B one inside another (base_layer), but it holds {_shown(reading, by_depth)}; use the "
+            f"target_parameters names {', '.join(chosen)} of it, so the file must hold {len(chosen)} pairs of lora_A "
+            f"and lora_B one inside another (base_layer), but it holds {_shown(reading, by_depth)}; use the "
             f"adapter_config.json it was saved with"
         )
     if not chosen:
@@ -244,16 +250,15 @@ def _shown(reading: Reading, by_depth: Mapping[int, tuple[ParsedKey, ParsedKey]]
 
 def _require_apart(reading: Reading, pairs: Sequence[Pair]) -> None:
     """One layout per projection, and no projection beside a half of it."""
-    first: dict[tuple[str, str], Pair] = {}
+    held: dict[tuple[str, str], dict[int | None, Pair]] = {}
     for pair in pairs:
-        both = ("gate_up_proj",) if pair.projection in ("gate_proj", "up_proj") else ()
-        halves = ("gate_proj", "up_proj") if pair.projection == "gate_up_proj" else ()
-        for name in (pair.projection, *both, *halves):
-            other = first.get((pair.module, name))
-            same = other is not None and name == pair.projection and None not in (other.expert, pair.expert)
-            if other is not None and not (same and other.expert != pair.expert):
-                raise reading.error(
-                    f"two keys land on {pair.projection} of module {pair.module}: {other.a.key!r} and {pair.a.key!r}; "
-                    f"keep one (the layouts of {listed(dict.fromkeys((other.projection, pair.projection)))} are mixed)"
-                )
-        first.setdefault((pair.module, pair.projection), pair)
+        same = held.setdefault((pair.module, pair.projection), {})
+        clashing = [other for e, other in same.items() if None in (e, pair.expert) or e == pair.expert]
+        for name in OVERLAPS.get(pair.projection, ()):
+            clashing += held.get((pair.module, name), {}).values()
+        if clashing:
+            raise reading.error(
+                f"two keys land on {pair.projection} of module {pair.module}: {clashing[0].a.key!r} and "
+                f"{pair.a.key!r}; keep one"
+            )
+        same[pair.expert] = pair

@@ -1,7 +1,8 @@
 """Shapes of experts' factors on disk: how PEFT's two-dimensional ones are to be read.
 
 PEFT writes A [r*E, in], whose rows are (expert, rank), and B [out, r*E], whose columns are (rank, expert). Before 0.19
-it took in for out where the experts keep their weights as [E, out, in]: A [r*E, out] and B [in, r*E].
+it took in for out where the experts keep their weights as [E, out, in]: A [r*E, out] and B [in, r*E], and later
+versions do so where they miss that the weights are [E, in, out].
 """
 
 from __future__ import annotations
@@ -20,14 +21,9 @@ def fits(shape: ExpertsShape, projection: str, a: torch.Tensor, b: torch.Tensor)
     own = shape.projections[projection]
     if is_bias(projection):
         return {PLAIN} if (a.shape[1], b.shape[0]) == (own.out_features, shape.count) else set()
-    if a.shape[0] % shape.count:
-        return set()
-    sizes, ways = (own.in_features, own.out_features), set()
-    if (a.shape[1], b.shape[0]) == sizes:
-        ways.add(PLAIN)
-    if (b.shape[0], a.shape[1]) == sizes and not shape.transposed:
-        ways.add(SWAPPED)
-    return ways
+    sizes = (own.in_features, own.out_features)
+    ways = {PLAIN: (a.shape[1], b.shape[0]), SWAPPED: (b.shape[0], a.shape[1])}
+    return {way for way, given in ways.items() if given == sizes}
 
 
 def is_bias(projection: str) -> bool:

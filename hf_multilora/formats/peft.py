@@ -13,10 +13,12 @@ from hf_multilora.formats.base import SAVED, TOKENS, Adapter, AdapterError, Lora
 from hf_multilora.formats.checks import Place, check_factor, check_finite, check_module, check_rank
 from hf_multilora.formats.config import LoraSettings, parse_settings
 from hf_multilora.formats.copies import check_vocabulary, overwritten_modules
+from hf_multilora.formats.experts import Limits, read_experts
+from hf_multilora.formats.experts_keys import locate_experts
 from hf_multilora.formats.files import file_digest, locate, memory_digest, open_tensors, parse_config, with_labels
 from hf_multilora.formats.keys import NameResolver, ParsedKey, covers, listed, parse_key
 from hf_multilora.formats.labels import own_heads, parse_labels
-from hf_multilora.formats.reading import REMEDY, Reading
+from hf_multilora.formats.reading import Reading
 from hf_multilora.formats.saved import saved_modules
 from hf_multilora.formats.tokens import token_modules
 
@@ -128,9 +130,13 @@ class _Reader:
         parsed = [parse_key(key) for key in self._tensors]
         self._reading.refuse([p for p in parsed if p.role == "other"])
         self._require_one_adapter(parsed)
-        pairs = self._pairs([p for p in parsed if p.role in ("a", "b")])
+        halves = [p for p in parsed if p.role in ("a", "b")]
+        spots = locate_experts(self._reading, halves)
+        limits = Limits(self._max_rank, self._target_modules)
+        experts = read_experts(self._reading, [p for p in halves if p.module in spots], spots, limits)
+        pairs = self._pairs([p for p in halves if p.module not in spots])
         placed = self._place(pairs)
-        factors = self._beside(parsed, {module for targets in placed.values() for module in targets})
+        factors = self._beside(parsed, {module for targets in placed.values() for module in targets}) | experts
         if not placed and not factors:
             raise AdapterError(
                 f"{self._source}: the adapter touches no module: it has no lora_A / lora_B tensors, only copies of the "
@@ -208,8 +214,6 @@ class _Reader:
         """The file's module name -> modules of the base."""
         placed = {name: self._resolver.resolve(name) for name in pairs}
         unknown = [name for name, targets in placed.items() if not targets]
-        if any("experts" in name.split(".") for name in unknown):
-            raise AdapterError(f"{self._source}: MoE experts are not supported yet: {listed(unknown)}; {REMEDY}")
         if unknown:
             targets = sorted({name.split(".")[-1] for name in unknown})
             close = self._resolver.close_matches(unknown)

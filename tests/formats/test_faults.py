@@ -48,7 +48,7 @@ FILES: dict[str, tuple[Callable[[tiny.Tensors], tiny.Tensors], str]] = {
                 "model.layers.0.block_sparse_moe.experts.0.w1.lora_B.weight": torch.ones(24, 2),
             }
         ),
-        "MoE experts are not supported yet: model.layers.0.block_sparse_moe.experts.0.w1",
+        r"target modules w1 not found in the base: no module model\.layers\.0\.block_sparse_moe\.experts\.0\.w1",
     ),
     "A without B": (
         lambda tensors: {k: t for k, t in tensors.items() if k != KEY_B},

@@ -62,11 +62,6 @@ SAVED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "MonteCLoRA .*is not supported",
     ),
     "layer_replication": (tiny.llama, {"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is not supported"),
-    "experts": (
-        tiny.mixtral,
-        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]},
-        "target_parameters is not supported.*experts",
-    ),
     "pissa": (tiny.llama, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base"),
     "pissa_niter_4": (tiny.llama, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' changes"),
     "olora": (tiny.llama, {"init_lora_weights": "olora"}, "init_lora_weights='olora' changes"),
@@ -128,14 +123,7 @@ def test_another_base(tmp_path: Path) -> None:
         tiny.read(tmp_path, tiny.llama())
 
 
-def test_fused_expert_keys_without_their_config(tmp_path: Path) -> None:
-    tiny.save(tiny.mixtral(), tmp_path, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    tiny.edit_config(tmp_path, target_parameters=None)
-    with pytest.raises(AdapterError, match="MoE experts are not supported yet"):
-        tiny.read(tmp_path, tiny.mixtral())
-
-
-def test_routers_are_refused(tmp_path: Path) -> None:
+def test_routers_that_cannot_be_followed(tmp_path: Path) -> None:
     tiny.save(tiny.llama(), tmp_path)
     tiny.rename_keys(tmp_path, lambda key: key.replace("self_attn.q_proj", "mlp.gate"))
     modules = tiny.shapes(tiny.llama()) | {f"model.layers.{n}.mlp.gate": ModuleShape("other") for n in range(3)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
 from hf_multilora.formats import Adapter, ModuleShape, read_adapter
+from hf_multilora.moe import experts_of, router_of
 
 Tensors = dict[str, torch.Tensor]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -81,7 +83,10 @@ def shapes(model: torch.nn.Module) -> dict[str, ModuleShape]:
         leaf = not any(list(_own(part)) for child in module.children() for part in child.modules())
         tied = tuple(n for n in users[id(weight)] if n != name) if weight is not None else ()
         more: dict[str, Any] = {"own": own, "leaf": leaf, "tied": tied, "resizable": _resizable(model, module)}
-        if isinstance(module, torch.nn.Linear):
+        special = experts_of(module) or router_of(module)
+        if special is not None:
+            seen[name] = replace(special, **more)
+        elif isinstance(module, torch.nn.Linear):
             sizes = (module.in_features, module.out_features)
             seen[name] = ModuleShape("linear", *sizes, weight=module.weight, bias=module.bias, **more)
         elif isinstance(module, Conv1D):

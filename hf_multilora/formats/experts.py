@@ -1,0 +1,290 @@
+"""Factors of experts, of whatever layout their file has, as sites of the base (see formats/base.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_multilora.formats.base import A_EACH, A_ONE, B_EACH, B_ONE, ExpertsShape, LoraFactors
+from hf_multilora.formats.checks import check_dense, check_finite, check_rank, shape_of
+from hf_multilora.formats.experts_keys import Pair, Spot, pair_up
+from hf_multilora.formats.experts_shapes import PLAIN, SWAPPED, fits, is_bias
+from hf_multilora.formats.keys import ParsedKey, covers
+from hf_multilora.formats.reading import Reading
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The factors of one projection of all experts; expert e's delta is scaling * b_e (a_e x).
+
+    a [sum of parts, in] and b [out, sum of parts], expert after expert; where all experts share one of them
+    (`one_a`, `one_b`), that one is [r, in] or [out, r].
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    parts: tuple[int, ...]
+    scaling: float
+    one_a: bool = False
+    one_b: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a deployment allows."""
+
+    max_rank: int | None = None
+    target_modules: str | Sequence[str] | None = None
+
+
+def read_experts(
+    reading: Reading, keys: Sequence[ParsedKey], spots: Mapping[str, Spot], limits: Limits
+) -> dict[str, LoraFactors]:
+    """The sites of the experts that `keys` (A and B) are for; spots: what their modules' names mean."""
+    pairs = pair_up(reading, keys, spots)
+    grouped: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        grouped.setdefault(pair.site, []).append(pair)
+        _require_allowed(reading, pair, limits)
+    _require_all_experts(reading, pairs)
+    way = _way(reading, [pair for pair in pairs if pair.nested])
+    sites: dict[str, LoraFactors] = {}
+    for site, group in grouped.items():
+        first = group[0]
+        shape = reading.modules[first.module].experts
+        assert shape is not None
+        if first.expert is not None:
+            stack = _single(reading, shape, group, limits)
+        elif first.nested:
+            stack = _nested(reading, shape, first, way, limits)
+        else:
+            stack = _packed(reading, shape, first, limits)
+        for key, tensor in ((first.a, stack.a), (first.b, stack.b)):
+            check_finite(reading.place(key, site), tensor)
+        sites |= sites_of(site, shared(stack, shape.count))
+    return sites
+
+
+# -- one layout each ------------------------------------------------------------------------------------------
+def _single(reading: Reading, shape: ExpertsShape, group: Sequence[Pair], limits: Limits) -> Stack:
+    """One pair per expert, of some experts or all: A [r, in], B [out, r]."""
+    own = shape.projections[group[0].projection]
+    by_expert = {pair.expert: pair for pair in group}
+    ranks, scales = [0] * shape.count, [0.0] * shape.count
+    for e, pair in by_expert.items():
+        assert e is not None
+        a, b = reading.tensors[pair.a.key], reading.tensors[pair.b.key]
+        _check(reading, pair, a, b, ["r", own.in_features], [own.out_features, "r"])
+        ranks[e], scales[e] = _rank(reading, pair, a, b, limits)
+        for key, tensor in ((pair.a, a), (pair.b, b)):
+            check_finite(reading.place(key, pair.site), tensor)
+    scaling = Counter(scales[e] for e in sorted(e for e in by_expert if e is not None)).most_common(1)[0][0]
+    factors_a, factors_b = [], []
+    for e in range(shape.count):
+        if e in by_expert:
+            pair = by_expert[e]
+            factors_a.append(reading.tensors[pair.a.key])
+            factors_b.append(scaled(reading.tensors[pair.b.key], scales[e], scaling))
+    return Stack(joined(factors_a, 0), joined(factors_b, 1), tuple(ranks), scaling)
+
+
+def _packed(reading: Reading, shape: ExpertsShape, pair: Pair, limits: Limits) -> Stack:
+    """All experts in one tensor, or one for all: A [E or 1, r, in], B [E or 1, out, r]."""
+    own = shape.projections[pair.projection]
+    a, b = reading.tensors[pair.a.key], reading.tensors[pair.b.key]
+    count = shape.count
+    _check(reading, pair, a, b, [f"{count} or 1", "r", own.in_features], [f"{count} or 1", own.out_features, "r"])
+    for key, tensor in ((pair.a, a), (pair.b, b)):
+        if tensor.shape[0] not in (1, count):
+            raise reading.place(key, pair.site).error(
+                f"the file holds factors of {tensor.shape[0]} experts (or 1 for all), the base has {count}: the "
+                f"adapter belongs to another base"
+            )
+    r, scaling = _rank(reading, pair, a[0], b[0], limits)
+    flat_a = own_copy(a.reshape(-1, own.in_features))
+    flat_b = own_copy(b.permute(1, 0, 2).reshape(own.out_features, -1))
+    return Stack(flat_a, flat_b, (r,) * count, scaling, a.shape[0] < count, b.shape[0] < count)
+
+
+def _nested(reading: Reading, shape: ExpertsShape, pair: Pair, way: str, limits: Limits) -> Stack:
+    """PEFT's matrices over all experts."""
+    own, count = shape.projections[pair.projection], shape.count
+    a, b = reading.tensors[pair.a.key], reading.tensors[pair.b.key]
+    if is_bias(pair.projection):
+        _check(reading, pair, a, b, ["r", own.out_features], [count, "r"])
+        r, scaling = _rank(reading, pair, a, b, limits)
+        return Stack(own_copy(b.reshape(-1, 1)), own_copy(a.t()), (r,) * count, scaling, one_b=True)
+    if way not in fits(shape, pair.projection, a, b):
+        _check(reading, pair, a, b, ["r*E", own.in_features], [own.out_features, "r*E"])
+    _check(reading, pair, a, b, ["r*E", a.shape[-1]], [b.shape[0], "r*E"])
+    r, scaling = _rank(reading, pair, a, b, limits, count)
+    if way == SWAPPED:  # A [E, r, out], B [in, r, E]
+        new_a = b.reshape(own.in_features, r, count).permute(2, 1, 0).reshape(-1, own.in_features)
+        new_b = a.t()
+    else:  # A [E, r, in], B [out, r, E]
+        new_a = a
+        new_b = b.reshape(own.out_features, r, count).permute(0, 2, 1).reshape(own.out_features, -1)
+    return Stack(own_copy(new_a), own_copy(new_b), (r,) * count, scaling)
+
+
+def _way(reading: Reading, pairs: Sequence[Pair]) -> str:
+    """How the file's nested pairs are to be read, as one of them says whose two sizes differ."""
+    decided: dict[str, Pair] = {}
+    open_pair = None
+    for pair in pairs:
+        shape = reading.modules[pair.module].experts
+        assert shape is not None
+        if is_bias(pair.projection):
+            continue
+        ways = fits(shape, pair.projection, reading.tensors[pair.a.key], reading.tensors[pair.b.key])
+        if len(ways) == 1:
+            decided.setdefault(ways.pop(), pair)
+        elif len(ways) == 2 and not shape.transposed:
+            open_pair = pair
+    if len(decided) == 2:
+        raise reading.error(
+            f"all factors of experts must be in one layout, but {decided[PLAIN].a.key!r} is [r*E, in] and "
+            f"{decided[SWAPPED].a.key!r} is [r*E, out]; save the adapter again"
+        )
+    if decided or open_pair is None:
+        return next(iter(decided), PLAIN)
+    version = reading.settings.peft_version
+    if version is None:
+        raise reading.place(open_pair.a, open_pair.site).error(
+            f"lora_A {shape_of(reading.tensors[open_pair.a.key])} can be [r*E, in] (PEFT 0.19 and later) or [r*E, out] "
+            f"(before), since both sizes are equal, and adapter_config.json does not say which PEFT saved it; add "
+            f'"peft_version" to it, such as "0.18.0" or "0.19.0"'
+        )
+    return SWAPPED if version < (0, 19) else PLAIN
+
+
+# -- checks ---------------------------------------------------------------------------------------------------
+def _check(
+    reading: Reading,
+    pair: Pair,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    wanted_a: Sequence[int | str],
+    wanted_b: Sequence[int | str],
+) -> None:
+    """Numbers in `wanted` must be met."""
+    for key, tensor, wanted in ((pair.a, a, wanted_a), (pair.b, b, wanted_b)):
+        name, shown = f"lora_{key.role.upper()}", f"[{', '.join(map(str, wanted))}]"
+        place = reading.place(key, pair.site)
+        check_dense(place, name, shown, tensor)
+        if tensor.dim() != len(wanted) or any(
+            w != size for w, size in zip(wanted, tensor.shape, strict=True) if isinstance(w, int)
+        ):
+            raise place.error(
+                f"{name} must have shape {shown} on this base, got shape {shape_of(tensor)}: the adapter belongs to "
+                f"another base"
+            )
+
+
+def _rank(
+    reading: Reading, pair: Pair, a: torch.Tensor, b: torch.Tensor, limits: Limits, count: int = 1
+) -> tuple[int, float]:
+    """(rank of one expert, scale); count: experts whose rows lie in one matrix."""
+    place = reading.place(pair.a, pair.site)
+    r, alpha = reading.settings.rank_and_alpha(pair.names)
+    rows = a.shape[0]
+    if count > 1 and rows == b.shape[1] and rows % r == 0 and rows != r * count:
+        raise place.error(
+            f"lora_A {shape_of(a)} holds {rows // r} experts of rank {r} (r, rank_pattern), but the base has {count} "
+            f"experts: the adapter belongs to another base"
+        )
+    if count > 1 and rows == b.shape[1] and rows == r * count:
+        rows = r
+        a, b = a[:r], b[:, :r]
+    check_rank(place, a, b, r, limits.max_rank)
+    return r, reading.settings.scaling(r, alpha)
+
+
+def _require_allowed(reading: Reading, pair: Pair, limits: Limits) -> None:
+    """`target_modules` of the deployment may name the module, a parameter, a projection, or what the file calls it."""
+    if limits.target_modules is None:
+        return
+    shape = reading.modules[pair.module].experts
+    assert shape is not None
+    parameter = shape.projections[pair.projection].parameter
+    names = (pair.module, f"{pair.module}.{parameter}", f"{pair.module}.{pair.projection}", *pair.names)
+    if not any(covers(limits.target_modules, name) for name in names):
+        raise reading.place(pair.a, pair.site).error(
+            f"the adapter trained it, but target_modules={limits.target_modules!r} does not allow it here; widen "
+            f"target_modules (by {pair.module}.{parameter} or its end) or leave this adapter out"
+        )
+
+
+def _require_all_experts(reading: Reading, pairs: Sequence[Pair]) -> None:
+    """Raises where the file has the first n experts of everything though its config names the others as well: it was
+    trained on a base with n experts."""
+    held: dict[tuple[str, str], list[Pair]] = {}
+    for pair in pairs:
+        if pair.expert is not None:
+            held.setdefault((pair.module, pair.projection), []).append(pair)
+    counts = set()
+    for group in held.values():
+        experts = sorted(pair.expert for pair in group if pair.expert is not None)
+        shape = reading.modules[group[0].module].experts
+        assert shape is not None
+        if experts != list(range(len(experts))) or len(experts) == shape.count:
+            return
+        counts.add((len(experts), shape.count))
+    if len(counts) != 1:
+        return
+    n, count = counts.pop()
+    first = next(pair for pair in pairs if pair.expert is not None)
+    start, _, end = first.a.module.rpartition(f".{first.expert}.")
+    if reading.settings.targets_module(f"{start}.{n}.{end}"):
+        raise reading.place(first.a, first.site).error(
+            f"the file holds factors of {n} experts (0 to {n - 1}), but the base has {count}, and target_modules of "
+            f"its config names {end} of them all: the adapter belongs to another base; if it was trained on these "
+            f"experts only, name them in target_modules of adapter_config.json"
+        )
+
+
+# -- sites ----------------------------------------------------------------------------------------------------
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """One after another on the CPU, in the widest of their dtypes."""
+    return torch.cat([tensor.detach().cpu() for tensor in tensors], dim).contiguous()
+
+
+def scaled(b: torch.Tensor, scale: float, common: float) -> torch.Tensor:
+    """B for the scale that all have in common, at least in float32 where it is another than its own."""
+    if scale == common:
+        return b
+    return b.to(torch.promote_types(b.dtype, torch.float32)) * (scale / common)
+
+
+def shared(stack: Stack, count: int) -> Stack:
+    """With A, or B, once where all experts have the same."""
+    r = stack.parts[0]
+    if count == 1 or set(stack.parts) != {r}:
+        return stack
+    if not stack.one_a:
+        a = stack.a.view(count, r, -1)
+        if torch.equal(a[0], a[1]) and bool((a == a[:1]).all()):
+            stack = replace(stack, a=a[0].clone(), one_a=True)
+    if not stack.one_b:
+        b = stack.b.view(-1, count, r)
+        if torch.equal(b[:, 0], b[:, 1]) and bool((b == b[:, :1]).all()):
+            stack = replace(stack, b=b[:, 0].contiguous(), one_b=True)
+    return stack
+
+
+def sites_of(site: str, stack: Stack) -> dict[str, LoraFactors]:
+    """The stack as one site, or as halves where one of A and B is that of all experts."""
+    if not (stack.one_a or stack.one_b):
+        return {site: LoraFactors(stack.a, stack.b, stack.scaling, stack.parts)}
+    none_b, none_a = stack.a.new_zeros(0, stack.a.shape[0]), stack.b.new_zeros(stack.b.shape[1], 0)
+    half_a = LoraFactors(stack.a, none_b, 1.0, None if stack.one_a else stack.parts)
+    half_b = LoraFactors(none_a, stack.b, stack.scaling, None if stack.one_b else stack.parts)
+    return {site + (A_ONE if stack.one_a else A_EACH): half_a, site + (B_ONE if stack.one_b else B_EACH): half_b}
