@@ -88,9 +88,9 @@ def merge(base: Any, adapter: Adapter) -> Any:
 
 def factors(made: torch.Generator, r: int, sizes: tuple[int, int], a: int = 0, b: int = 0) -> tuple[Tensor, Tensor]:
     """A [r, in] and B [out, r] for sizes (out, in), or with `a` and `b` entries in front."""
-    shapes = (r, sizes[1]), (sizes[0], r)
-    first, second = (torch.randn(*([n] if n else []), *shape, generator=made) * STD for n, shape in zip((a, b), shapes))
-    return first, second
+    first = torch.randn(*([a] if a else []), r, sizes[1], generator=made)
+    second = torch.randn(*([b] if b else []), sizes[0], r, generator=made)
+    return first * STD, second * STD
 
 
 def describe(
@@ -171,8 +171,9 @@ def write(adapter: Adapter, model: Any, folder: Path) -> Path:
             old = adapter.mixture.old_path(name) if adapter.layout == EACH else name
             key = f"base_model.model.{old}"
             tensors |= {f"{key}.lora_A.weight": a.contiguous(), f"{key}.lora_B.weight": b.contiguous()}
+    task = "CAUSAL_LM" if adapter.mixture.generates else None
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM" if adapter.mixture.generates else None, "base_model_name_or_path": None, "r": adapter.r,
+        "peft_type": "LORA", "task_type": task, "base_model_name_or_path": None, "r": adapter.r,
         "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora, "target_modules": sorted(modules),
         "target_parameters": sorted(parameters) or None, "peft_version": VERSIONS[adapter.layout],
     }  # fmt: skip
@@ -202,7 +203,7 @@ def _peft(adapter: Adapter, part: Part, module: Any, kept: Mapping[str, Part]) -
 
 
 def _peft_18(adapter: Adapter, part: Part, module: Any, kept: Mapping[str, Part]) -> Pairs:
-    """The same with the two in each other's place, unless the weights are [in, out]: A [(E, r), out], B [in, (r, E)]."""
+    """A [(E, r), out] and B [in, (r, E)]: the two in each other's place, unless the weights are [in, out]."""
     name, stacked = _nested(adapter, part, module, kept)
     if not stacked or module.is_transposed:
         return _peft(adapter, part, module, kept)

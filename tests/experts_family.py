@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from hf_multilora import MultiLoRAModel
-from tests.experts import MARGIN, MIXTURES, PAD, VOCAB, Margins
+from tests.experts import MARGIN, MIXTURES, PAD, VOCAB, Margins, Mixture
 from tests.experts_adapters import EACH, PACKED, PEFT, Adapter, describe, merge, write
 
 Names = Sequence[str | None]
 LENGTHS = (5, 8, 3, 6)  # tokens of the rows
 NAMES: Names = ["whole", None, "other", "attention"]
 SEEDS = 100
+NO_POSITIONS = ("jamba", "nemotron_h")  # models without rotary embeddings
 TOLERANCE = 1e-5  # of the largest logit
 FAR = 1e-2  # what another adapter in a row must change at least
-GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 
 
 def adapters_of(name: str) -> dict[str, dict[str, Any]]:
@@ -39,13 +40,24 @@ def adapters_of(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def require(name: str) -> Mixture:
+    """The architecture of that name; skips the test where Transformers has none, or none in its experts interface."""
+    mixture = MIXTURES[name]
+    if mixture.missing:
+        pytest.skip(f"Transformers {transformers.__version__} has no {mixture.missing}")
+    base = mixture.build(0)
+    if not hasattr(base.get_submodule(mixture.paths(base, mixture.experts)[0]), "is_transposed"):
+        pytest.skip(f"Transformers {transformers.__version__} has these experts outside its interface")
+    return mixture
+
+
 class Family:
     """A base whose routing is far from ties on `rows`, with adapters, and the truth of every row alone."""
 
-    def __init__(self, name: str, folder: Path, adapters: Mapping[str, Mapping[str, Any]], size: int = 4) -> None:
-        self.mixture, self.folder = MIXTURES[name], folder
+    def __init__(self, mixture: Mixture, folder: Path, adapters: Mapping[str, Mapping[str, Any]]) -> None:
+        self.mixture, self.folder = mixture, folder
         made = torch.Generator().manual_seed(3)
-        self.rows = [torch.randint(3, VOCAB - 3, (n,), generator=made) for n in (*LENGTHS, *LENGTHS)[:size]]
+        self.rows = [torch.randint(3, VOCAB - 3, (n,), generator=made) for n in LENGTHS]
         for seed in range(SEEDS):
             self.base = self.mixture.build(seed)
             self.adapters: dict[str, Adapter] = {}
@@ -56,7 +68,7 @@ class Family:
             if self._far_from_ties():
                 break
         else:
-            raise AssertionError(f"{name}: routing near a tie with each of {SEEDS} seeds")
+            raise AssertionError(f"{mixture.model}: routing near a tie with each of {SEEDS} seeds")
         for key, adapter in self.adapters.items():
             write(adapter, self.base, folder / key)
 
@@ -82,7 +94,7 @@ class Family:
     def row(self, name: str | None, i: int) -> Tensor:
         """Logits [tokens, out] of row i alone."""
         if (name, i) not in self._truth:
-            self._truth[name, i] = self.alone(name)(input_ids=self.rows[i][None]).logits[0]
+            self._truth[name, i] = self.alone(name)(input_ids=self.rows[i][None].to(self.base.device)).logits[0]
         return self._truth[name, i]
 
     def truth(self, names: Names) -> list[Tensor]:
@@ -117,16 +129,11 @@ def logits(model: Any, inputs: Mapping[str, Tensor], names: Names | None = None)
     """Each row's own logits [tokens, out]: without those of padding."""
     mask = inputs["attention_mask"]
     given = dict(inputs)
-    if "position_ids" in given or _takes_positions(model):
+    if model.config.model_type not in NO_POSITIONS:
         given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    if names is not None:
-        given["adapter_names"] = list(names)
-    out = model(**{k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in given.items()}).logits
+    named = {} if names is None else {"adapter_names": list(names)}
+    out = model(**{key: value.to(model.device) for key, value in given.items()}, **named).logits
     return [row[own.bool().to(row.device)] for row, own in zip(out, mask, strict=True)]
-
-
-def _takes_positions(model: Any) -> bool:
-    return model.config.model_type not in ("jamba", "nemotron_h")  # no rotary embeddings
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -150,21 +157,3 @@ def check(family: Family, model: Any, names: Names = NAMES, tolerance: float = T
     told = [far for far, one, other in zip(others, names, turned, strict=True) if one != other]
     assert min(told, default=1.0) > FAR, "another adapter would pass: the check says nothing"
     return got
-
-
-@pytest.fixture(scope="session")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Family]]:
-    """mixture("mixtral"): the family of that architecture, made once; skipped where Transformers lacks it."""
-    made: dict[str, Family] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small only wait for each other
-
-    def get(name: str) -> Family:
-        if MIXTURES[name].missing:
-            pytest.skip(f"this Transformers has no {MIXTURES[name].missing}")
-        if name not in made:
-            made[name] = Family(name, tmp_path_factory.mktemp(name), adapters_of(name))
-        return made[name]
-
-    yield get
-    torch.set_num_threads(threads)
