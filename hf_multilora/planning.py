@@ -11,7 +11,7 @@ from typing import Any
 
 from .catalogue import Entry, check_name
 from .config import MultiLoRAConfig
-from .formats import LORA, Adapter, AdapterError, ModuleShape, is_lora, split_half, split_site
+from .formats import A_ONE, B_ONE, LORA, Adapter, AdapterError, ModuleShape, is_lora, site_name, split_half, split_site
 from .formats.keys import covers, listed
 from .loading import checkpoint_renames, name_adapters, progress, require_no_arguments, require_patchable
 from .model import MultiLoRAModel
@@ -64,7 +64,7 @@ def plan(
         ranks[name] = {first_sites[site]: pair.r for site, pair in adapter.factors.items()}
     wanted = {module for each in ranks.values() for module in each}
     if not ranks:
-        wanted = {first[id(model.get_submodule(m))] for m in allowed_modules(probe, census)}
+        wanted = set(probe.first_sites(allowed_sites(probe, census)).values())
     order = {name: i for i, name in enumerate(first.values())}
     modules = sorted(wanted, key=lambda site: (order[split_site(site)[0]], site))  # in the model's order
     shapes = {site: census[split_site(site)[0]] for site in modules}
@@ -81,7 +81,7 @@ def plan(
     per_module = {
         name: ModulePlan(
             rows(name, config.max_loras), cost(name, config.max_loras), *widths(split_site(name)[1], shapes[name]),
-            probe.dtype_of(name),
+            probe.dtype_of(name), experts_in(name, shapes[name]),
         )
         for name in modules
     }  # fmt: skip
@@ -91,6 +91,12 @@ def plan(
         fits = bisect_right(range(1, most + 1), room, key=total)
     base_bytes = sum(parameter.nbytes for parameter in model.parameters())
     return MemoryPlan(per_module, base_bytes, sizes, config.max_loras, room, fits)
+
+
+def experts_in(site: str, shape: ModuleShape) -> int:
+    """How many experts have rank rows of their own in a site."""
+    shared = shape.experts is None or split_half(split_site(site)[1])[1] in (A_ONE, B_ONE)
+    return 1 if shared else shape.experts.count  # type: ignore[union-attr]
 
 
 def budget_bytes(budget: int | str) -> int:
@@ -108,13 +114,20 @@ def budget_bytes(budget: int | str) -> int:
     return size
 
 
-def allowed_modules(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[str]:
-    """The modules that target_modules allows. Raises ValueError where it names one that is not there."""
+def allowed_sites(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[str]:
+    """The LoRA sites that target_modules allows. Raises ValueError where it names one that is not there."""
     if probe.config.max_lora_rank is None:
         raise ValueError("a plan needs adapters, or max_lora_rank to plan for any; got neither")
     given = probe.config.target_modules
     targets = probe.reading()["target_modules"]  # "all-linear" spelled out
-    names = [name for name, shape in census.items() if shape.kind != "other" and shape.refused is None]
+    sites: dict[str, str] = {}  # as target_modules may name them -> site
+    for name, shape in census.items():
+        if shape.refused is None and shape.experts is not None:
+            whole = [p for p, projection in shape.experts.projections.items() if p == projection.parameter]
+            sites |= {f"{name}.{p}": site_name(name, p) for p in whole if not p.endswith("_bias")}
+        elif shape.refused is None and shape.kind != "other":
+            sites[name] = name
+    names = list(sites)
     try:
         found = [name for name in names if covers(targets, name)]
     except re.error as error:
@@ -127,7 +140,7 @@ def allowed_modules(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[s
             f"{listed(absent) or repr(given)}; the base has e.g. "
             f"{listed(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
         )
-    return found
+    return [sites[name] for name in found]
 
 
 def _allowed(targets: Sequence[str] | str, site: str) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import Adapter, LoraFactors
-from .planning import allowed_modules
+from .formats import Adapter, LoraFactors, split_site
+from .planning import allowed_sites
 from .reports import WarmupReport
 from .runtime import Runtime
+from .sites import widths
 from .verify import random_ids
 
 DUMMY = "warmup-{}"
@@ -96,11 +97,13 @@ def _dummies(runtime: Runtime) -> Iterator[list[str]]:
     if config.target_modules is None:
         probe = Runtime(runtime.model, replace(config, target_modules="all-linear"), runtime.facts, runtime.renames)
     census = runtime.census()
-    r, zero = config.max_lora_rank, torch.zeros(1, 1)
-    factors = {
-        name: LoraFactors(zero.expand(r, census[name].in_features), zero.expand(census[name].out_features, r), 1.0)
-        for name in allowed_modules(probe, census)
-    }
+    zero, factors = torch.zeros(1, 1), dict[str, LoraFactors]()
+    for site in allowed_sites(probe, census):
+        path, role = split_site(site)
+        shape = census[path]
+        parts = None if shape.experts is None else (config.max_lora_rank,) * shape.experts.count
+        r, (inside, out) = sum(parts) if parts else config.max_lora_rank, widths(role, shape)
+        factors[site] = LoraFactors(zero.expand(r, inside), zero.expand(out, r), 1.0, parts)
     next_id, names = store.catalogue.next_id, [DUMMY.format(i) for i in range(config.max_loras)]
     try:
         for name in names:

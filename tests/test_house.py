@@ -55,7 +55,7 @@ EDGES: dict[str, set[str]] = {
     "loading": {*BELOW_MODEL, "runtime", "model"},
     "skeleton": {*BELOW_MODEL, "runtime", "loading"},
     "planning": {*BELOW_MODEL, "sites", "runtime", "plan", "model", "loading", "skeleton"},
-    "warmup": {*BELOW_MODEL, "runtime", "planning", "reports", "verify"},
+    "warmup": {*BELOW_MODEL, "sites", "runtime", "planning", "reports", "verify"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }
 # The one way uphill: inside a function, where a method of the model hands over to the modules that make or plan models.
