@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_multilora.kernels import ops_experts as ops
 from hf_multilora.kernels import torch_experts
-from hf_multilora.kernels.backends import TORCH
+from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED
 from tests.kernels import experts_properties as properties
 from tests.kernels.experts_suite import ORDERS, SHAPES, case
-from tests.kernels.suite import BACKENDS
+from tests.kernels.suite import BACKENDS, INTERPRETED
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ON_ALL = pytest.mark.parametrize("name", BACKENDS)
@@ -70,11 +71,57 @@ def test_combine(dtype: torch.dtype, name: str) -> None:
 @ON_ALL
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_nothing_to_do(tokens: int, name: str) -> None:
-    from hf_multilora.kernels import ops_experts as ops
-
     c = case(n=0, m=tokens)
     h = ops.experts_shrink(c.x, c.a, *c.tables(), c.max_rank, name)
     ops.experts_expand(c.y, h, c.b, *c.tables(), 0, name)
     assert h.shape == (0, c.max_rank)
     out = ops.experts_combine(c.y, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), torch.float32, name)
     assert out.shape == (0, c.y.shape[1])
+
+
+@pytest.fixture(params=["few", "many"])
+def amount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What Triton takes the pairs of any case for."""
+    triton_experts = pytest.importorskip("hf_multilora.kernels.triton_experts")
+    monkeypatch.setattr(triton_experts, "amount", lambda n, groups: request.param)
+    return str(request.param)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_triton_equals_a_loop_over_pairs(dtype: torch.dtype, order: str, amount: str) -> None:
+    properties.check_numbers(case(dtype, order), TRITON)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_with_triton(shape: str, amount: str) -> None:
+    properties.check_numbers(case(**SHAPES[shape]), TRITON)
+
+
+@INTERPRETED
+def test_many_rank_blocks_with_triton(amount: str) -> None:
+    properties.check_numbers(case(ranks=(70, 0, 130, 1), n=20, groups=5), TRITON)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("shape", ["plain", "one pair", "whole tiles", "a later column", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_triton_fixed_equals_a_loop_over_pairs(dtype: torch.dtype, shape: str) -> None:
+    for order in ("sorted", "shuffled"):
+        properties.check_numbers(case(dtype, order, **SHAPES[shape]), TRITON_FIXED)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+def test_triton_reads_nothing_else(order: str, amount: str) -> None:
+    properties.check_unread(case(order=order, m=15), TRITON)
+    properties.check_unread(case(order=order, m=15), TRITON_FIXED)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+def test_what_a_pair_gets_does_not_depend_on_the_batch(order: str) -> None:
+    properties.check_fixed(case(order=order, k=300, n=23))
+    properties.check_fixed(case(order=order, k=64, n=23, m=9, ranks=(16, 2, 0, 40)))
