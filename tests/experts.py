@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -168,3 +168,10 @@ class Margins(TorchFunctionMode):
                 top = scores.detach().float().topk(k + 1).values
                 self.smallest = min(self.smallest, float((top[..., k - 1] - top[..., k]).min()))
         return func(*args, **kwargs)
+
+
+def undecided(name: str) -> Mixture:
+    """The architecture with every token at all of 4 experts: nothing that rounding could decide otherwise."""
+    count = next(key for key in ("num_experts", "num_local_experts") if key in MIXTURES[name].settings)
+    settings = {**MIXTURES[name].settings, count: 4, "num_experts_per_tok": 4}
+    return replace(MIXTURES[name], settings=settings)
