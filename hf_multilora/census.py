@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .formats import ModuleShape
 from .moe import experts_of, router_of
+from .patches.experts import GATHERING
 from .patches.facts import Facts, configs_in
 
 LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out]
@@ -32,11 +33,15 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
     census: dict[str, ModuleShape] = {}
     ties, resizable = _ties(model), _resizable(model)
     outside = _outside_language(model)
+    gathering: tuple[str, ...] = ()  # experts whose linears can be followed
     for name, module, around in _modules(model):
+        if type(module).__name__ in GATHERING:
+            gathering += (f"{name}.",)
         shape = _shape(module)
         own = name.rpartition(".")[2]
         reason = shape.refused or facts.refusal(name)
-        if reason is None and _inside_experts(name, shape.kind):
+        followed = shape.kind == "linear" and name.startswith(gathering)
+        if reason is None and not followed and _inside_experts(name, shape.kind):
             holder = module if shape.kind == "other" else around
             reason = f"{type(holder).__name__} is outside Transformers' experts interface"
         parent: type = type(around)

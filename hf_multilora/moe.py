@@ -15,10 +15,17 @@ ROUTER = re.compile(r"Router|TopK|Gate")
 LINEAR_USE = re.compile(r"linear\([^\n]*self\.weight|super\(\)\.forward\(")
 # the attributes that Transformers' decorator gives to a class of its experts interface
 INTERFACE = ("config", "has_gate", "has_bias", "is_transposed", "num_experts")
+# Experts outside that interface: class -> (their parameters, whether these are [experts, in, out])
+OUTSIDE = {
+    "Llama4TextExperts": (("gate_up_proj", "down_proj"), True),
+    "JetMoeParallelExperts": (("weight",), False),
+}
 
 
 def experts_of(module: Any) -> ModuleShape | None:
-    """The shape of a module in Transformers' experts interface, None for any other."""
+    """The shape of a module that holds the weights of many experts and can be followed, None for any other."""
+    if type(module).__name__ in OUTSIDE:
+        return _outside(module, *OUTSIDE[type(module).__name__])
     if not hasattr(type(module).forward, "__wrapped__") or not all(hasattr(module, name) for name in INTERFACE):
         return None
     first = "gate_up_proj" if module.has_gate else "up_proj"
@@ -35,12 +42,31 @@ def experts_of(module: Any) -> ModuleShape | None:
         if module.has_bias:
             projections[f"{name}_bias"] = Projection(f"{name}_bias", 1, out)
     if module.has_gate and module.is_concatenated:
-        both = projections[first]
-        half = both.out_features // 2
-        projections["gate_proj"] = Projection(first, both.in_features, half)
-        projections["up_proj"] = Projection(first, both.in_features, half, first=half)
+        projections |= _halves(projections[first])
     shape = ExpertsShape(module.num_experts, projections, tuple(parameters), bool(module.is_transposed))
     return ModuleShape("experts", experts=shape)
+
+
+def _halves(both: Projection) -> dict[str, Projection]:
+    """Gate and up of a projection that holds one after the other."""
+    half = both.out_features // 2
+    return {
+        "gate_proj": Projection(both.parameter, both.in_features, half),
+        "up_proj": Projection(both.parameter, both.in_features, half, first=half),
+    }
+
+
+def _outside(module: nn.Module, names: tuple[str, ...], transposed: bool) -> ModuleShape:
+    projections = dict[str, Projection]()
+    for name in names:
+        tensor = module._parameters.get(name)
+        if not isinstance(tensor, Tensor) or tensor.dim() != 3 or not tensor.is_floating_point():
+            return ModuleShape("experts", refused=f"its {name} is no plain parameter with one entry per expert")
+        count, out, inner = tensor.shape
+        projections[name] = Projection(name, out, inner) if transposed else Projection(name, inner, out)
+    if "gate_up_proj" in projections:
+        projections |= _halves(projections["gate_up_proj"])
+    return ModuleShape("experts", experts=ExpertsShape(count, projections, tuple(module._parameters), transposed))
 
 
 def _refusal(module: Any, first: str) -> str | None:

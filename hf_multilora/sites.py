@@ -23,8 +23,9 @@ from .formats import (
     split_half,
     split_site,
 )
-from .layers import ExpertSlots, ModuleSlots, SavedSlots, SlotRows, TokenSlots, require_free, unwrap, wrap
+from .layers import ExpertSlots, ModuleSlots, SavedSlots, SlotRows, TokenSlots, outside, require_free, unwrap, wrap
 from .layers.rows import own_tensor
+from .patches.experts import teller_of
 from .patches.facts import Facts
 from .routing import Routing
 from .store import AdapterStore
@@ -46,6 +47,7 @@ class Sites:
         self.routing = Routing(config.max_loras)
         self.sites: dict[str, tuple[nn.Module, SlotRows]] = {}
         self.parents: dict[str, tuple[nn.Module, str]] = {}
+        self.tellers: dict[str, nn.Module] = {}  # site inside experts -> the module that knows whose tokens it gets
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)
@@ -79,10 +81,12 @@ class Sites:
             path, role = split_site(name)
             module, shape = self.model.get_submodule(path), census[path]
             sizes, flat = widths(role, shape), self.facts.matches("flat", path)
+            teller = teller_of(self.model, path)
             slots: SlotRows
             if role == LORA:
                 tied = users[id(module._parameters.get("weight"))] > 1
-                slots = ModuleSlots(path, *sizes, self.routing, flat=flat, tied=tied, mixable=shape.mixable)
+                made = ModuleSlots if teller is None else outside.GatheredSlots
+                slots = made(path, *sizes, self.routing, flat=flat, tied=tied, mixable=shape.mixable)
             elif is_lora(name):
                 assert shape.experts is not None
                 projection = shape.experts.projections[split_half(role)[0]]
@@ -92,19 +96,26 @@ class Sites:
                 )  # fmt: skip
             else:
                 kind = SavedSlots if role == SAVED else TokenSlots
-                slots = kind(path, *sizes, self.routing, flat=flat, mixable=shape.mixable)
+                slots = kind(path, *sizes, self.routing, flat=flat, mixable=shape.mixable and teller is None)
             if is_lora(name):
                 slots.fixed_dtype = self.config.dtype
             require_free(module, slots)
+            if teller is not None:
+                outside.require_free_teller(*teller, self.routing)
             parent, _, own = path.rpartition(".")
             self.parents[name] = (self.model.get_submodule(parent), own)
             self.sites[name] = (module, slots)  # before it is wrapped: an interrupt must find what to undo
-            wrap(module, shape.kind, slots)
+            if teller is not None and is_lora(name):
+                self.tellers[name] = teller[1]
+                outside.follow(*teller, slots, name)
+            wrap(module, outside.layer_kind(module, shape.kind), slots)
 
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
         if module.__dict__.get(slots.attribute) is slots:
             unwrap(module, slots)
+        if name in self.tellers:
+            outside.unfollow(self.tellers.pop(name), name)
         del self.sites[name]
         del self.parents[name]
 

@@ -1,6 +1,6 @@
 """Adapted modules: one file per kind; importing the folder fills the registry in `base`."""
 
-from . import embedding, experts, linear, router, saved, tokens, whole
+from . import embedding, experts, linear, outside, router, saved, tokens, whole
 from .base import AdaptedLayer, require_free, unwrap, wrap
 from .expert_slots import ExpertSlots
 from .rows import SlotRows
@@ -18,6 +18,7 @@ __all__ = [
     "embedding",
     "experts",
     "linear",
+    "outside",
     "require_free",
     "router",
     "saved",

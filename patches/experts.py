@@ -1,0 +1,30 @@
+"""Experts outside Transformers' experts interface: by class, how the pairs of token and expert are told in a call.
+
+Read from the classes' sources, which are the same in Transformers 5.17 to 5.24.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+# Experts that hold all weights in parameters of their own -> how they multiply.
+# stacked: `torch.bmm` of [E, T, in], every expert with all tokens, and the parameter [E, in, out]
+# sorted: pairs come sorted by expert, with the number of each expert's as a list that the module `router` beside gives
+PARAMETERS = {"Llama4TextExperts": "stacked", "JetMoeParallelExperts": "sorted"}
+
+# Experts that are modules of linears: the class that holds them takes tokens [T, H] first, and gathers those of one
+# expert (`hidden_states[None, tokens]`) right before it calls that expert
+GATHERING = ("SwitchTransformersExperts", "NllbMoeExperts")
+
+
+def teller_of(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
+    """The module, with its path, that knows which tokens the module at `path` gets; None where it gets all of them."""
+    parts = path.split(".")
+    for n in range(len(parts) - 1, 0, -1):
+        outer = ".".join(parts[:n])
+        holder = model.get_submodule(outer)
+        if type(holder).__name__ in GATHERING:
+            return outer, holder
+        if n == len(parts) - 1 and PARAMETERS.get(type(model.get_submodule(path)).__name__) == "sorted":
+            return f"{outer}.router", holder.get_submodule("router")
+    return None
