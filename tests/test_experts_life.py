@@ -1,4 +1,4 @@
-"""Experts' adapters through all that is done to a model: few slots, loads, copies, moves, and back to the bare model."""
+"""Experts' adapters through all that is done to a model: few slots, loads, copies, moves, and the bare model again."""
 
 from __future__ import annotations
 
