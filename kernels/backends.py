@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import torch_backend, torch_experts
+from . import torch_backend, torch_experts, torch_pairs
 
 TORCH, TRITON, TRITON_FIXED = "torch", "triton", "triton-fixed"
 Experts = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
@@ -26,7 +26,8 @@ class KernelError(RuntimeError):
 class Backend:
     """shrink, expand: as specified in ops.py. split: K -> ranges of K that suit it, where nothing else is known.
     experts_...: as specified in ops_experts.py; experts_expand returns y, written in place (torch: a new tensor where
-    gradients are wanted). fixed: a row's delta depends on nothing else in the batch."""
+    gradients are wanted). pair_keys, sort_pairs: as specified in torch_pairs.py. fixed: a row's delta depends on
+    nothing else in the batch."""
 
     name: str
     shrink: Callable[..., Tensor]
@@ -35,6 +36,8 @@ class Backend:
     experts_shrink: Callable[..., Tensor]
     experts_expand: Callable[..., Tensor]
     experts_combine: Callable[..., Tensor]
+    pair_keys: Callable[..., Tensor]
+    sort_pairs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     fixed: bool = False
 
 
@@ -44,22 +47,23 @@ def backend(name: str) -> Backend:
     experts: Experts
     if name == TORCH:
         experts = (torch_experts.shrink, torch_experts.expand, torch_experts.combine)
-        return Backend(TORCH, torch_backend.shrink, torch_backend.expand, lambda k: 1, *experts)
+        pairs = (torch_pairs.pair_keys, torch_pairs.sort_pairs)
+        return Backend(TORCH, torch_backend.shrink, torch_backend.expand, lambda k: 1, *experts, *pairs)
     if name not in (TRITON, TRITON_FIXED):
         raise ValueError(f"backend must be one of {(TORCH, TRITON, TRITON_FIXED)}, got {name!r}")
     require_triton()
-    from . import triton_backend, triton_experts
+    from . import triton_backend, triton_experts, triton_pairs
 
-    split = triton_backend.fixed_split
+    split, pairs = triton_backend.fixed_split, (triton_pairs.pair_keys, triton_pairs.sort_pairs)
     if name == TRITON:
         experts = (triton_experts.shrink, triton_experts.expand, triton_experts.combine)
-        return Backend(TRITON, triton_backend.shrink, triton_backend.expand, split, *experts)
+        return Backend(TRITON, triton_backend.shrink, triton_backend.expand, split, *experts, *pairs)
     shrink = functools.partial(triton_backend.shrink, fixed=True)
     expand = functools.partial(triton_backend.expand, fixed=True)
     experts_shrink = functools.partial(triton_experts.shrink, fixed=True)
     experts_expand = functools.partial(triton_experts.expand, fixed=True)
     experts = (experts_shrink, experts_expand, triton_experts.combine)
-    return Backend(TRITON_FIXED, shrink, expand, split, *experts, fixed=True)
+    return Backend(TRITON_FIXED, shrink, expand, split, *experts, *pairs, fixed=True)
 
 
 def has_triton() -> bool:

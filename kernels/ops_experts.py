@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import torch_experts
+from . import torch_experts, torch_pairs
 from .backends import Backend
 from .backends import backend as backend_named
 from .checks import _must, check_dtypes
@@ -61,6 +61,20 @@ def combine(backend: Backend, y: Tensor, places: Tensor, weights: Tensor, dtype:
     if torch.compiler.is_compiling():
         return torch.ops.hf_multilora.experts_combine(y, places, weights, dtype, backend.name)
     return backend.experts_combine(y, places, weights, dtype)
+
+
+def sort_pairs(
+    backend: Backend, index: Tensor, row_slots: Tensor, slots: int, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See torch_pairs.py, which traced code runs through."""
+    sort = torch_pairs.sort_pairs if torch.compiler.is_compiling() else backend.sort_pairs
+    return sort(index, row_slots, slots, count)
+
+
+def pair_keys(backend: Backend, index: Tensor, row_slots: Tensor, slots: int, count: int) -> Tensor:
+    """See torch_pairs.py, which traced code runs through."""
+    name = torch_pairs.pair_keys if torch.compiler.is_compiling() else backend.pair_keys
+    return name(index, row_slots, slots, count)
 
 
 # -- the operations ----------------------------------------------------------------------------------

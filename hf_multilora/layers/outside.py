@@ -18,7 +18,7 @@ from ..patches.experts import GATHERING, PARAMETERS
 from ..routing import Request, Routing, RoutingError
 from .base import AdaptedLayer, mix
 from .expert_slots import ExpertSlots
-from .experts import Pairs, _slots_of_tokens, add_deltas, expand
+from .experts import Pairs, add_deltas, expand, row_table, slots_in
 from .rows import BASE_ONLY, MIXED, SlotRows
 from .slots import ModuleSlots
 
@@ -105,17 +105,21 @@ def _idle(module: Any) -> bool:
 
 def _pairs(module: Any, experts: Tensor, slots: Tensor) -> Pairs:
     """Pairs of these experts and slots, int64 [n]; deltas are not shared by the pairs of a token."""
-    keys = (experts * (module._experts[0].routing.slots + 1) + slots).to(torch.int32)
-    return Pairs(
-        keys, slots, torch.arange(keys.shape[0], device=keys.device), slots[:, None], experts, None, None, slots
-    )
+    width, at = module._experts[0].routing.slots + 1, torch.arange(slots.shape[0], device=slots.device)
+    keys = (experts * width + slots).to(torch.int32)
+    return Pairs(keys, at, at[:, None], slots, width, module._experts[0].count or 0)
+
+
+def _slots_of_tokens(module: Any, hidden: Tensor) -> Tensor:
+    """int32 [T]: slot of each token of hidden [T, H], the last for the base's."""
+    return slots_in(row_table(module, hidden), hidden.shape[0], module._experts[0].routing.slots)
 
 
 def _added(module: Any, name: str, y: Tensor, x: Tensor, pairs: Pairs) -> Tensor:
     """y [n, out], which the parameter gave for x [n, in], with the deltas: y itself, but where a gradient is wanted."""
     y, late = add_deltas(module, name, y, x, None, pairs)
     for slots, h in late:
-        y = expand(slots, y, h, pairs.slots.to(torch.int32), None)
+        y = expand(slots, y, h, pairs.slots, None)
     return y
 
 
