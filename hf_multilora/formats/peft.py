@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_multilora.formats.config import LoraSettings, parse_settings
 from hf_multilora.formats.copies import check_vocabulary, overwritten_modules
 from hf_multilora.formats.experts import Limits, read_experts
 from hf_multilora.formats.experts_keys import locate_experts
+from hf_multilora.formats.experts_refusals import refuse_saved_experts, weight_is_target
 from hf_multilora.formats.files import file_digest, locate, memory_digest, open_tensors, parse_config, with_labels
 from hf_multilora.formats.keys import NameResolver, ParsedKey, covers, listed, parse_key
 from hf_multilora.formats.labels import own_heads, parse_labels
@@ -173,6 +175,7 @@ class _Reader:
                     f"{p.key!r}; keep one"
                 )
         reading = self._reading
+        refuse_saved_experts(reading, [next(iter(group.values())) for group in full.values()])
         found = saved_modules(reading, full, lora)
         saved = {module: factors for module, factors in found.items() if factors is not None}
         overwritten = overwritten_modules(reading, copies, found, lora)
@@ -236,6 +239,12 @@ class _Reader:
     def _factors(self, name: str, targets: Sequence[str], key_a: ParsedKey, key_b: ParsedKey) -> dict[str, LoraFactors]:
         """The factors of one pair for each module it goes to."""
         a, b = self._tensors[key_a.key], self._tensors[key_b.key]
+        names: tuple[str, ...] = (name, *targets)
+        if any(weight_is_target(self._reading, key_a, names, module) for module in targets):
+            if self._modules[targets[0]].transposed:  # PEFT takes the weight as it is, [in, out]
+                key_a, key_b = replace(key_b, role="a"), replace(key_a, role="b")
+                a, b = b.t(), a.t()
+            names = tuple(f"{name}.weight" for name in names)
         for module in targets:
             for p, tensor in ((key_a, a), (key_b, b)):
                 place = Place(self._source, p.key, module)
@@ -247,7 +256,7 @@ class _Reader:
                     f"widen target_modules or leave this adapter out"
                 )
         place = Place(self._source, key_a.key, targets[0])
-        configured, alpha = self._settings.rank_and_alpha((name, *targets))
+        configured, alpha = self._settings.rank_and_alpha(names)
         r = check_rank(place, a, b, configured, self._max_rank)
         check_finite(place, a)
         check_finite(Place(self._source, key_b.key, targets[0]), b)

@@ -22,6 +22,7 @@ from hf_multilora.formats.config import DEFAULTS
 from hf_multilora.formats.files import CONFIG, PICKLES, SAFETENSORS
 from hf_multilora.formats.matching import lora_targets, require_own_names, task_heads, token_targets
 from hf_multilora.formats.saved import has_bias, wanted
+from hf_multilora.formats.write_experts import VERSION, expert_targets, require_own_parameters, weights_as_parameters
 
 PREFIX = "base_model.model."
 KEPT = ("auto_mapping", "id2label", "revision", "task_type")  # of the adapter's own config
@@ -46,22 +47,46 @@ def write_adapter(
     not read as it is meant. After an error the folder holds what it held before.
     """
     roles: dict[str, dict[str, LoraFactors]] = {LORA: {}, SAVED: {}, TOKENS: {}}
+    experts: dict[str, dict[str, LoraFactors]] = {}  # module -> its sites by role
     for site, factors in adapter.factors.items():
         module, role = split_site(site)
         if module not in modules:
             raise AdapterError(f"{adapter.source}: the base has no module {module}, which the adapter trains")
-        roles[role][module] = factors
+        if role in roles:
+            roles[role][module] = factors
+        else:
+            experts.setdefault(module, {})[role] = factors
     lora, saved, tokens = roles.values()
+    targets = [t for m, sites in experts.items() for t in expert_targets(adapter.source, m, modules[m], sites)]
+    weights = weights_as_parameters(lora, modules)
+    parameters = [*(f"{module}.weight" for module in weights), *(target.parameter for target in targets)]
+    require_own_parameters(adapter.source, parameters, modules)
     rows = token_targets(adapter.source, tokens, modules, aliases or {})
     tensors = _tensors(adapter.source, lora, saved, rows, modules)
+    tensors |= _owned(
+        {f"{PREFIX}{t.name}.lora_{half}.weight": x for t in targets for half, x in (("A", t.a), ("B", t.b))}
+    )
     heads = task_heads(adapter.config.get("task_type"), modules)
     for head, inside in heads.items():
         tensors |= _base_copies(adapter.source, head, [m for m in inside if m not in saved], lora, modules)
     whole = {m for inside in heads.values() for m in inside}
     to_save = sorted({*heads, *(m for m in saved if m not in whole)})
-    require_own_names(adapter.source, to_save, {*saved, *whole}, lora, modules)
+    require_own_names(adapter.source, to_save, {*saved, *whole}, {*lora, *experts}, modules)
     require_own_names(adapter.source, [*rows], set(), {}, modules)
-    config = _config(adapter, lora, modules) | {
+    sizes = {module: (pair.r, pair.scaling) for module, pair in lora.items() if module not in weights}
+    sizes |= {f"{module}.weight": (lora[module].r, lora[module].scaling) for module in weights}
+    sizes |= {target.parameter: (target.r, target.scaling) for target in targets}
+    plain = [module for module in lora if module not in weights]
+    turned = any(modules[module].transposed for module in plain)
+    if turned and parameters:
+        raise AdapterError(
+            f"{adapter.source}: PEFT takes no adapter with a Conv1D and parameters ({parameters[0]}) at once, so it "
+            f"cannot be written"
+        )
+    config = _config(adapter, sizes) | {
+        "fan_in_fan_out": turned,
+        "target_modules": lora_targets(plain, modules) if plain or not parameters else [],
+        **({"target_parameters": parameters, "peft_version": VERSION} if parameters else {}),
         "modules_to_save": to_save or None,
         "trainable_token_indices": {module: factors.b[0].tolist() for module, factors in rows.items()} or None,
     }
@@ -69,11 +94,12 @@ def write_adapter(
 
 
 # -- the config -----------------------------------------------------------------------------------------------
-def _config(adapter: Adapter, lora: Sites, modules: Mapping[str, ModuleShape]) -> dict[str, Any]:
+def _config(adapter: Adapter, sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """sizes: module or parameter -> its rank and scale."""
     given = adapter.config
     rslora = bool(given.get("use_rslora", False))
-    ranks = {module: pair.r for module, pair in lora.items()}
-    alphas = {module: alpha_of(pair, rslora) for module, pair in lora.items()}
+    ranks = {name: r for name, (r, _) in sizes.items()}
+    alphas = {name: alpha_of(r, scaling, rslora) for name, (r, scaling) in sizes.items()}
     r = Counter(ranks.values()).most_common(1)[0][0] if ranks else given.get("r", DEFAULTS["r"])
     alpha = Counter(alphas.values()).most_common(1)[0][0] if alphas else given.get("lora_alpha", DEFAULTS["lora_alpha"])
     config = {
@@ -84,26 +110,24 @@ def _config(adapter: Adapter, lora: Sites, modules: Mapping[str, ModuleShape]) -
         "init_lora_weights": True,
         "bias": "none",
         "lora_dropout": 0.0,
-        "fan_in_fan_out": any(modules[module].transposed for module in lora),
         "use_rslora": rslora,
         "r": r,
         "lora_alpha": alpha,
         # anchored: PEFT takes the first pattern that fits the end of a name
         "rank_pattern": {f"^{re.escape(m)}": rank for m, rank in ranks.items() if rank != r},
         "alpha_pattern": {f"^{re.escape(m)}": own for m, own in alphas.items() if own != alpha},
-        "target_modules": lora_targets(lora, modules),
     }
     if adapter.labels is not None:
         config["id2label"] = {str(n): name for n, name in enumerate(adapter.labels)}
     return config
 
 
-def alpha_of(pair: LoraFactors, rslora: bool) -> float:
-    """The number whose quotient with the rank is the pair's scale, a whole one if there is one."""
-    divisor = math.sqrt(pair.r) if rslora else pair.r
-    alpha = pair.scaling * divisor
+def alpha_of(r: int, scaling: float, rslora: bool) -> float:
+    """The number whose quotient with the rank is the scale, a whole one if there is one."""
+    divisor = math.sqrt(r) if rslora else r
+    alpha = scaling * divisor
     near = [alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf)]
-    exact = [number for number in (float(round(alpha)), *near) if number / divisor == pair.scaling]
+    exact = [number for number in (float(round(alpha)), *near) if number / divisor == scaling]
     alpha = exact[0] if exact else alpha
     return int(alpha) if alpha.is_integer() else alpha
 
