@@ -20,10 +20,15 @@ OUTSIDE = {
     "Llama4TextExperts": (("gate_up_proj", "down_proj"), True),
     "JetMoeParallelExperts": (("weight",), False),
 }
+REFUSED = {
+    "DbrxExpertGLU": "PEFT trains no such adapter, since DbrxExperts reads the weights of the module that PEFT wraps"
+}
 
 
 def experts_of(module: Any) -> ModuleShape | None:
     """The shape of a module that holds the weights of many experts and can be followed, None for any other."""
+    if type(module).__name__ in REFUSED:
+        return ModuleShape("experts", refused=REFUSED[type(module).__name__])
     if type(module).__name__ in OUTSIDE:
         return _outside(module, *OUTSIDE[type(module).__name__])
     if not hasattr(type(module).forward, "__wrapped__") or not all(hasattr(module, name) for name in INTERFACE):
@@ -76,6 +81,8 @@ def _refusal(module: Any, first: str) -> str | None:
         dims = 2 if name.endswith("_bias") else 3
         if not isinstance(tensor, Tensor) or tensor.dim() != dims or not tensor.is_floating_point():
             return f"its {name} is no plain parameter with one entry per expert"
+        if tensor.dtype.itemsize == 1:
+            return f"its {name} is quantized ({tensor.dtype})"
         if tensor.shape[0] != module.num_experts:
             return f"its {name} holds {tensor.shape[0]} experts, num_experts is {module.num_experts}"
     return None
