@@ -101,7 +101,7 @@ def _merged_experts(site: str, module: nn.Module, pair: LoraFactors) -> dict[str
     columns = slice(projection.first, projection.first + projection.out_features)
     if tensor.dim() == 2:  # a bias [E, out]
         merged[:, columns] += delta[..., 0]
-    elif module.is_transposed:
+    elif shape.experts.transposed:
         merged[:, :, columns] += delta.mT
     else:
         merged[:, columns] += delta

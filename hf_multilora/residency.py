@@ -16,6 +16,7 @@ from .kernels.backends import Backend, choose
 from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
 from .layers.rows import Pool, home_of, own_tensor
+from .moe import experts_of
 from .patches.facts import Facts
 from .pool import Layout, bucket, pool_rows
 from .sites import Sites
@@ -80,8 +81,9 @@ class Residency(Sites):
             return pool_rows(ranks, slots, most)
         if not is_lora(site) or most is None:
             return pool_rows(ranks, slots, None, SlotRows.unit)
-        experts: Any = self.module_of(site)
-        return slots * most * (1 if split_half(role)[1] in (A_ONE, B_ONE) else int(experts.num_experts))
+        shape = experts_of(self.module_of(site))
+        assert shape is not None and shape.experts is not None
+        return slots * most * (1 if split_half(role)[1] in (A_ONE, B_ONE) else shape.experts.count)
 
     # -- the store's device ----------------------------------------------------------------------------------
     def pack(self, adapter: Adapter) -> HostAdapter:
