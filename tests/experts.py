@@ -45,7 +45,6 @@ class Mixture:
     (none: it held 3-D tensors already); renames: other parts of paths that it called otherwise, here -> there.
     """
 
-    config: str
     model: str
     settings: Mapping[str, Any]
     stem: str = "model.layers"
@@ -59,15 +58,15 @@ class Mixture:
     generates: bool = True
 
     @property
-    def missing(self) -> list[str]:
-        """Classes that the installed Transformers lacks."""
-        return [name for name in (self.config, self.model) if not hasattr(transformers, name)]
+    def missing(self) -> bool:
+        """Whether the installed Transformers has no such model."""
+        return not hasattr(transformers, self.model)
 
     def build(self, seed: int) -> Any:
         """The model in fp32, with weights so large that what each expert does shows in the logits."""
         torch.manual_seed(seed)
-        config = getattr(transformers, self.config)(**self.settings)
-        model = getattr(transformers, self.model)(config).eval()
+        model_class = getattr(transformers, self.model)
+        model = model_class(model_class.config_class(**self.settings)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 made = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
@@ -94,7 +93,7 @@ class Mixture:
 
 
 def causal(stem: str, settings: Mapping[str, Any], **more: Any) -> Mixture:
-    return Mixture(f"{stem}Config", f"{stem}ForCausalLM", settings, **more)
+    return Mixture(f"{stem}ForCausalLM", settings, **more)
 
 
 SHARED = tuple(f"mlp.shared_experts.{name}" for name in PROJ)
@@ -121,7 +120,7 @@ MIXTURES: Mapping[str, Mixture] = {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "mamba_d_state": 4, "mamba_dt_rank": 2}, **OLD,
         experts="feed_forward.experts", router="feed_forward.router", others=("feed_forward.up_proj",)),
-    "gemma4": Mixture("Gemma4TextConfig", "Gemma4ForCausalLM", {**HEADED, "enable_moe_block": True, "num_experts": 6,
+    "gemma4": Mixture("Gemma4ForCausalLM", {**HEADED, "enable_moe_block": True, "num_experts": 6,
         "top_k_experts": 2, "moe_intermediate_size": 20, "hidden_size_per_layer_input": 0, "global_head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"]},
         experts="experts", router="router.proj", sharp=1.5, others=tuple(f"mlp.{name}" for name in PROJ)),
@@ -133,7 +132,7 @@ MIXTURES: Mapping[str, Mixture] = {
         renames={"model.": "backbone."}, attention=("mixer.q_proj", "mixer.o_proj"),
         others=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj")),
     # a norm after each expert
-    "muse_spark": Mixture("MuseSparkConfig", "MuseSparkForConditionalGeneration", {
+    "muse_spark": Mixture("MuseSparkForConditionalGeneration", {
         "text_config": {**HEADED, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
             "moe_hidden_size": 24, "mlp_layer_types": ["dense", "sparse"], "sliding_window": 16},
         "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -144,9 +143,9 @@ MIXTURES: Mapping[str, Mixture] = {
         "audio_token_id": VOCAB - 3, "tie_word_embeddings": False},
         stem="model.language_model.layers", others=("mlp.pre_expert_proj", "mlp.up_proj")),
     # [in, out], the halves one after the other
-    "aria": Mixture("AriaTextConfig", "AriaTextForCausalLM", {**BLOCK, "moe_num_experts": 6, "moe_topk": 2,
+    "aria": Mixture("AriaTextForCausalLM", {**BLOCK, "moe_num_experts": 6, "moe_topk": 2,
         "moe_num_shared_experts": 1, "intermediate_size": 20}, router="mlp.router", others=SHARED),
-    "privacy_filter": Mixture("OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterForTokenClassification", {**HEADED,
+    "privacy_filter": Mixture("OpenAIPrivacyFilterForTokenClassification", {**HEADED,
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "num_labels": 9,
         "sliding_window": 16, "max_position_embeddings": 131072}, router="mlp.router", generates=False),
 }

@@ -44,7 +44,7 @@ def require(name: str) -> Mixture:
     """The architecture of that name; skips the test where Transformers has none, or none in its experts interface."""
     mixture = MIXTURES[name]
     if mixture.missing:
-        pytest.skip(f"Transformers {transformers.__version__} has no {mixture.missing}")
+        pytest.skip(f"Transformers {transformers.__version__} has no {mixture.model}")
     base = mixture.build(0)
     if not hasattr(base.get_submodule(mixture.paths(base, mixture.experts)[0]), "is_transposed"):
         pytest.skip(f"Transformers {transformers.__version__} has these experts outside its interface")
