@@ -76,12 +76,8 @@ def _shrink_plan(
     block_r = t.block_r if fixed else _power(max_rank, 16 if tiled else 1, t.block_r)
     blocks, count = triton.cdiv(max_rank, block_r), triton.cdiv(n, t.block_m)
     constants: dict[str, Any] = {
-        "SOURCE": source,
-        "BLOCK_R": block_r,
-        "BLOCK_K": block_k,
-        "num_warps": t.warps,
-        "num_stages": t.stages,
-    }
+        "SOURCE": source, "BLOCK_R": block_r, "BLOCK_K": block_k, "num_warps": t.warps, "num_stages": t.stages,
+    }  # fmt: skip
     if not tiled:
         return experts_shrink_pair_kernel, count * blocks, blocks, constants | {"EVEN_K": k % block_k == 0}
     constants |= {"BLOCK_M": t.block_m, "STEPS": steps(dtype), "PRECISION": exact}
@@ -120,14 +116,12 @@ def _expand_plan(
     tiled = t.block_m > 1
     block_n = t.block if fixed else _power(width, 16, t.block * 2 // dtype.itemsize)
     block_r = t.block_r if fixed else _power(max_rank, 16 if tiled else 1, t.block_r)
+    if tiled and max_rank > block_r:
+        block_r = min(block_r, 64 // dtype.itemsize)  # of several blocks: larger ones do not fit the registers
     tiles, count = triton.cdiv(width, block_n), triton.cdiv(n, t.block_m)
     constants: dict[str, Any] = {
-        "SOURCE": source,
-        "BLOCK_R": block_r,
-        "BLOCK_N": block_n,
-        "num_warps": t.warps,
-        "num_stages": t.stages,
-    }
+        "SOURCE": source, "BLOCK_R": block_r, "BLOCK_N": block_n, "num_warps": t.warps, "num_stages": t.stages,
+    }  # fmt: skip
     if not tiled:
         return experts_expand_pair_kernel, count * tiles, tiles, constants
     constants |= {"BLOCK_M": t.block_m, "STEPS": steps(dtype), "PRECISION": exact}
@@ -158,7 +152,17 @@ def expand(
     return y if out is y else y.copy_(out)
 
 
-def combine(y: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype, *, tile: Tile | None = None) -> Tensor:
+@functools.lru_cache(maxsize=4096)
+def _combine_plan(width: int, choices: int, dtype: torch.dtype, t: Tile) -> tuple[int, dict[str, Any]]:
+    """(tiles of columns, constants of the kernel)."""
+    block = _power(width, 16, t.block * 2 // dtype.itemsize)
+    constants = {"CHOICES": choices, "BLOCK_N": block, "num_warps": t.warps, "num_stages": t.stages}
+    return triton.cdiv(width, block), constants
+
+
+def combine(
+    y: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype, *, tile: Tile | None = None
+) -> Tensor:  # fmt: skip
     """See `ops_experts.experts_combine`."""
     _refuse_gradients(y, weights)
     (tokens, choices), width = places.shape, y.shape[1]
@@ -167,10 +171,8 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype, *, t
         return out
     tile = tile or TILES[COMBINE, FEW if tokens * choices <= FEW_PAIRS else MANY]
     y = y if y.stride(1) == 1 else y.contiguous()
-    block = _power(width, 16, tile.block)
-    tiles = triton.cdiv(width, block)
+    tiles, constants = _combine_plan(width, choices, y.dtype, tile)
     numbers = (width, tiles, y.stride(0), weights.stride(0), weights.stride(1))
-    constants = {"CHOICES": choices, "BLOCK_N": block, "num_warps": tile.warps, "num_stages": tile.stages}
     _launch(experts_combine_kernel, (tokens * tiles,), (y, places, weights, out, *numbers), constants)
     return out
 

@@ -10,10 +10,12 @@ import itertools
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hf_multilora.kernels import triton_experts as experts
 from hf_multilora.kernels.lora_expand import lora_expand_kernel
 from hf_multilora.kernels.lora_shrink import lora_shrink_kernel
 from hf_multilora.kernels.triton_backend import FIXED, LONG, tiles
@@ -24,13 +26,40 @@ DTYPES = {"bf16": ("tf32x3", 2), "fp32": ("ieee", 4)}
 
 
 def compiled(
-    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], target: int, warps: int, stages: int
-) -> Any:
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], target: int, warps: int, stages: int,
+    aligned: bool = False,
+) -> Any:  # fmt: skip
+    """aligned: all addresses and sizes are multiples of 16, as Triton finds those of most models."""
     names = kernel.arg_names
     kinds = {n: pointers.get(n, "constexpr" if n in constants else "i32") for n in names}
-    source = ASTSource(kernel, kinds, {(names.index(n),): value for n, value in constants.items()})
+    facts = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if aligned and kinds[n] != "constexpr"}
+    source = ASTSource(kernel, kinds, {(names.index(n),): value for n, value in constants.items()}, facts)
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def compiled_experts(target: int, dtype: str, precision: str) -> dict[str, Any]:
+    """The kernels of experts' LoRA for few and many pairs, by what the launchers choose for ranks up to 16 and 256."""
+    found = {}
+    pointers = {name: f"*{dtype}" for name in ("x", "a", "b", "y", "out", "weights")}
+    pointers |= {name: "*i32" for name in ("begins", "ranks", "keys", "source")} | {"h": "*fp32", "places": "*i64"}
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    for (op, amount), t in (experts.TILES | {(op, "fixed"): t for op, t in experts.FIXED.items()}).items():
+        for max_rank, columns in ((16, 2048), (256, 771)):
+            fixed = amount == "fixed"
+            if op == experts.COMBINE:
+                _, constants = experts._combine_plan(columns, 8, kind, t)
+                kernel = experts.experts_combine_kernel
+            else:
+                plan = experts._shrink_plan if op == experts.SHRINK else experts._expand_plan
+                kernel, _, _, constants = plan(512, columns, max_rank, kind, precision, True, fixed, t)
+            options = {name: constants[name] for name in ("num_warps", "num_stages")}
+            constants = {name: value for name, value in constants.items() if name not in options}
+            name = f"experts {op[:2]}, {amount}, rank {max_rank}"
+            found[name] = compiled(
+                kernel, pointers, constants, target, options["num_warps"], options["num_stages"], columns % 16 == 0
+            )
+    return found
 
 
 def main(targets: list[int]) -> int:
@@ -59,6 +88,9 @@ def main(targets: list[int]) -> int:
             for name, kernel in found.items():
                 worst = max(worst, kernel.metadata.shared / SHARED[target])
                 print(f"sm_{target} {dtype} {t.block_m} x {t.block_r} {name}: {kernel.metadata.shared} bytes shared")
+        for name, kernel in compiled_experts(target, dtype, precision).items():
+            worst = max(worst, kernel.metadata.shared / SHARED[target])
+            print(f"sm_{target} {dtype} {name}: {kernel.metadata.shared} bytes shared")
     return int(worst > 1)
 
 
