@@ -19,6 +19,7 @@ INTERFACE = ("config", "has_gate", "has_bias", "is_transposed", "num_experts")
 OUTSIDE = {
     "Llama4TextExperts": (("gate_up_proj", "down_proj"), True),
     "JetMoeParallelExperts": (("weight",), False),
+    "Step3p7Experts": (("gate_up_proj", "down_proj"), False),
 }
 REFUSED = {
     "DbrxExpertGLU": "PEFT trains no such adapter, since DbrxExperts reads the weights of the module that PEFT wraps"
@@ -71,7 +72,7 @@ def _outside(module: nn.Module, names: tuple[str, ...], transposed: bool) -> Mod
         projections[name] = Projection(name, out, inner) if transposed else Projection(name, inner, out)
     if "gate_up_proj" in projections:
         projections |= _halves(projections["gate_up_proj"])
-    return ModuleShape("experts", experts=ExpertsShape(count, projections, tuple(module._parameters), transposed))
+    return ModuleShape("experts", experts=ExpertsShape(count, projections, tuple(module._parameters), transposed, told=False))
 
 
 def _refusal(module: Any, first: str) -> str | None:

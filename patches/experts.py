@@ -10,7 +10,8 @@ from torch import nn
 # Experts that hold all weights in parameters of their own -> how they multiply.
 # stacked: `torch.bmm` of [E, T, in], every expert with all tokens, and the parameter [E, in, out]
 # sorted: pairs come sorted by expert, with the number of each expert's as a list that the module `router` beside gives
-PARAMETERS = {"Llama4TextExperts": "stacked", "JetMoeParallelExperts": "sorted"}
+# looped: one expert after another gathers its tokens (`hidden_states[tokens]`) and multiplies them by `F.linear`
+PARAMETERS = {"Llama4TextExperts": "stacked", "JetMoeParallelExperts": "sorted", "Step3p7Experts": "looped"}
 
 # Experts that are modules of linears: the class that holds them takes tokens [T, H] first, and gathers those of one
 # expert (`hidden_states[None, tokens]`) right before it calls that expert
