@@ -86,13 +86,14 @@ class ExpertsShape:
 
     projections: gate_up_proj or up_proj, down_proj, biases, and the halves gate_proj and up_proj of a gate_up_proj that
     holds one after the other. parameters: all of the module's own, in the order in which it registers them.
-    transposed: whether it keeps them as [experts, in, out].
+    transposed: whether it keeps them as [experts, in, out]. told: whether its class says so to PEFT.
     """
 
     count: int
     projections: Mapping[str, Projection]
     parameters: tuple[str, ...]
     transposed: bool = False
+    told: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from hf_multilora.formats.base import A_EACH, A_ONE, B_EACH, B_ONE, ExpertsShape, LoraFactors
+from hf_multilora.formats.base import ExpertsShape, LoraFactors
 from hf_multilora.formats.checks import check_dense, check_finite, check_rank, shape_of
-from hf_multilora.formats.experts_keys import Pair, Spot, pair_up
-from hf_multilora.formats.experts_shapes import PLAIN, SWAPPED, fits, is_bias
+from hf_multilora.formats.experts_keys import Pair, Spot, experts_of, pair_up
+from hf_multilora.formats.experts_shapes import PLAIN, SWAPPED, fits, is_bias, written_by
+from hf_multilora.formats.experts_stack import Stack, joined, own_copy, scaled, shared, sites_of
 from hf_multilora.formats.keys import ParsedKey, covers
 from hf_multilora.formats.reading import Reading
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The factors of one projection of all experts; expert e's delta is scaling * b_e (a_e x).
-
-    a [sum of parts, in] and b [out, sum of parts], expert after expert; where all experts share one of them
-    (`one_a`, `one_b`), that one is [r, in] or [out, r].
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    parts: tuple[int, ...]
-    scaling: float
-    one_a: bool = False
-    one_b: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +39,7 @@ def read_experts(
     sites: dict[str, LoraFactors] = {}
     for site, group in grouped.items():
         first = group[0]
-        shape = reading.modules[first.module].experts
-        assert shape is not None
+        shape = _experts(reading, first)
         if first.expert is not None:
             stack = _single(reading, shape, group, limits)
         elif first.nested:
@@ -66,6 +50,10 @@ def read_experts(
             check_finite(reading.place(key, site), tensor)
         sites |= sites_of(site, shared(stack, shape.count))
     return sites
+
+
+def _experts(reading: Reading, pair: Pair) -> ExpertsShape:
+    return experts_of(reading, pair.module)
 
 
 # -- one layout each ------------------------------------------------------------------------------------------
@@ -133,32 +121,32 @@ def _nested(reading: Reading, shape: ExpertsShape, pair: Pair, way: str, limits:
 def _way(reading: Reading, pairs: Sequence[Pair]) -> str:
     """How the file's nested pairs are to be read, as one of them says whose two sizes differ."""
     decided: dict[str, Pair] = {}
-    open_pair = None
+    square: list[Pair] = []
     for pair in pairs:
-        shape = reading.modules[pair.module].experts
-        assert shape is not None
+        shape = _experts(reading, pair)
         if is_bias(pair.projection):
             continue
         ways = fits(shape, pair.projection, reading.tensors[pair.a.key], reading.tensors[pair.b.key])
         if len(ways) == 1:
             decided.setdefault(ways.pop(), pair)
-        elif len(ways) == 2 and not shape.transposed:
-            open_pair = pair
+        elif len(ways) == 2:
+            square.append(pair)
     if len(decided) == 2:
         raise reading.error(
             f"all factors of experts must be in one layout, but {decided[PLAIN].a.key!r} is [r*E, in] and "
             f"{decided[SWAPPED].a.key!r} is [r*E, out]; save the adapter again"
         )
-    if decided or open_pair is None:
+    if decided or not square:
         return next(iter(decided), PLAIN)
-    version = reading.settings.peft_version
-    if version is None:
-        raise reading.place(open_pair.a, open_pair.site).error(
-            f"lora_A {shape_of(reading.tensors[open_pair.a.key])} can be [r*E, in] (PEFT 0.19 and later) or [r*E, out] "
-            f"(before), since both sizes are equal, and adapter_config.json does not say which PEFT saved it; add "
-            f'"peft_version" to it, such as "0.18.0" or "0.19.0"'
+    pair = square[0]
+    way = written_by(_experts(reading, pair), reading.settings.peft_version)
+    if way is None:
+        raise reading.place(pair.a, pair.site).error(
+            f"lora_A {shape_of(reading.tensors[pair.a.key])} can be [r*E, in] or [r*E, out], since both sizes "
+            f"are equal and PEFT before 0.19 took one for the other, and adapter_config.json does not say which PEFT "
+            f'saved it; add "peft_version" to it, such as "0.18.0" or "0.19.0"'
         )
-    return SWAPPED if version < (0, 19) else PLAIN
+    return way
 
 
 # -- checks ---------------------------------------------------------------------------------------------------
@@ -207,8 +195,7 @@ def _require_allowed(reading: Reading, pair: Pair, limits: Limits) -> None:
     """`target_modules` of the deployment may name the module, a parameter, a projection, or what the file calls it."""
     if limits.target_modules is None:
         return
-    shape = reading.modules[pair.module].experts
-    assert shape is not None
+    shape = _experts(reading, pair)
     parameter = shape.projections[pair.projection].parameter
     names = (pair.module, f"{pair.module}.{parameter}", f"{pair.module}.{pair.projection}", *pair.names)
     if not any(covers(limits.target_modules, name) for name in names):
@@ -228,8 +215,7 @@ def _require_all_experts(reading: Reading, pairs: Sequence[Pair]) -> None:
     counts = set()
     for group in held.values():
         experts = sorted(pair.expert for pair in group if pair.expert is not None)
-        shape = reading.modules[group[0].module].experts
-        assert shape is not None
+        shape = _experts(reading, group[0])
         if experts != list(range(len(experts))) or len(experts) == shape.count:
             return
         counts.add((len(experts), shape.count))
@@ -244,47 +230,3 @@ def _require_all_experts(reading: Reading, pairs: Sequence[Pair]) -> None:
             f"its config names {end} of them all: the adapter belongs to another base; if it was trained on these "
             f"experts only, name them in target_modules of adapter_config.json"
         )
-
-
-# -- sites ----------------------------------------------------------------------------------------------------
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """One after another on the CPU, in the widest of their dtypes."""
-    return torch.cat([tensor.detach().cpu() for tensor in tensors], dim).contiguous()
-
-
-def scaled(b: torch.Tensor, scale: float, common: float) -> torch.Tensor:
-    """B for the scale that all have in common, at least in float32 where it is another than its own."""
-    if scale == common:
-        return b
-    return b.to(torch.promote_types(b.dtype, torch.float32)) * (scale / common)
-
-
-def shared(stack: Stack, count: int) -> Stack:
-    """With A, or B, once where all experts have the same."""
-    r = stack.parts[0]
-    if count == 1 or set(stack.parts) != {r}:
-        return stack
-    if not stack.one_a:
-        a = stack.a.view(count, r, -1)
-        if torch.equal(a[0], a[1]) and bool((a == a[:1]).all()):
-            stack = replace(stack, a=a[0].clone(), one_a=True)
-    if not stack.one_b:
-        b = stack.b.view(-1, count, r)
-        if torch.equal(b[:, 0], b[:, 1]) and bool((b == b[:, :1]).all()):
-            stack = replace(stack, b=b[:, 0].contiguous(), one_b=True)
-    return stack
-
-
-def sites_of(site: str, stack: Stack) -> dict[str, LoraFactors]:
-    """The stack as one site, or as halves where one of A and B is that of all experts."""
-    if not (stack.one_a or stack.one_b):
-        return {site: LoraFactors(stack.a, stack.b, stack.scaling, stack.parts)}
-    none_b, none_a = stack.a.new_zeros(0, stack.a.shape[0]), stack.b.new_zeros(stack.b.shape[1], 0)
-    half_a = LoraFactors(stack.a, none_b, 1.0, None if stack.one_a else stack.parts)
-    half_b = LoraFactors(none_a, stack.b, stack.scaling, None if stack.one_b else stack.parts)
-    return {site + (A_ONE if stack.one_a else A_EACH): half_a, site + (B_ONE if stack.one_b else B_EACH): half_b}

@@ -153,7 +153,8 @@ def _called(spot: Spot) -> str:
     return f"{spot.projection or 'a parameter'}{expert} of module {spot.module}"
 
 
-def _experts(reading: Reading, module: str) -> ExpertsShape:
+def experts_of(reading: Reading, module: str) -> ExpertsShape:
+    """The shape of a module that is known to hold experts that may be adapted."""
     shape = reading.modules[module].experts
     assert shape is not None  # a module of experts without shape is refused
     return shape
@@ -161,7 +162,7 @@ def _experts(reading: Reading, module: str) -> ExpertsShape:
 
 def _named(reading: Reading, spot: Spot, a: ParsedKey, b: ParsedKey) -> list[Pair]:
     """A pair whose key names its projection; none where it is an empty placeholder for one that the base lacks."""
-    shape, name = _experts(reading, spot.module), str(spot.projection)
+    shape, name = experts_of(reading, spot.module), str(spot.projection)
     place = reading.place(a, spot.module)
     gated = "gate_up_proj" in shape.projections
     projection = PROJECTIONS[name][0 if gated else 1] if name in PROJECTIONS else name
@@ -189,7 +190,7 @@ def _named(reading: Reading, spot: Spot, a: ParsedKey, b: ParsedKey) -> list[Pai
 
 
 def _nested(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKey, ParsedKey]]) -> list[Pair]:
-    shape, settings = _experts(reading, module), reading.settings
+    shape, settings = experts_of(reading, module), reading.settings
     outer = next(iter(by_depth.values()))[0]
     depths = sorted(by_depth, reverse=True)  # innermost first
     names = dict.fromkeys((outer.module, module))
@@ -216,7 +217,7 @@ def _nested(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKe
 
 def _by_shape(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKey, ParsedKey]]) -> list[str]:
     """The parameters that the pairs fit, innermost first, where they are the only ones."""
-    shape = _experts(reading, module)
+    shape = experts_of(reading, module)
     tensors = [[reading.tensors[p.key] for p in by_depth[depth]] for depth in sorted(by_depth, reverse=True)]
     known = [n for n in shape.parameters if n in shape.projections]
     found = [

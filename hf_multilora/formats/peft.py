@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,7 +136,9 @@ class _Reader:
         spots = locate_experts(self._reading, halves)
         limits = Limits(self._max_rank, self._target_modules)
         experts = read_experts(self._reading, [p for p in halves if p.module in spots], spots, limits)
-        pairs = self._pairs([p for p in halves if p.module not in spots])
+        others = [p for p in halves if p.module not in spots]
+        self._require_known(dict.fromkeys(p.module for p in others))
+        pairs = self._pairs(others)
         placed = self._place(pairs)
         factors = self._beside(parsed, {module for targets in placed.values() for module in targets}) | experts
         if not placed and not factors:
@@ -213,10 +215,8 @@ class _Reader:
                 pairs[module] = (p, partner)
         return pairs
 
-    def _place(self, pairs: Mapping[str, tuple[ParsedKey, ParsedKey]]) -> dict[str, tuple[str, ...]]:
-        """The file's module name -> modules of the base."""
-        placed = {name: self._resolver.resolve(name) for name in pairs}
-        unknown = [name for name, targets in placed.items() if not targets]
+    def _require_known(self, names: Iterable[str]) -> None:
+        unknown = [name for name in names if not self._resolver.resolve(name)]
         if unknown:
             targets = sorted({name.split(".")[-1] for name in unknown})
             close = self._resolver.close_matches(unknown)
@@ -225,6 +225,10 @@ class _Reader:
                 f"{self._source}: target modules {listed(targets)} not found in the base: no module {listed(unknown)}; "
                 f"{hint}; load the base that the adapter was trained on ({self._settings.base_model})"
             )
+
+    def _place(self, pairs: Mapping[str, tuple[ParsedKey, ParsedKey]]) -> dict[str, tuple[str, ...]]:
+        """The file's module name -> modules of the base."""
+        placed = {name: self._resolver.resolve(name) for name in pairs}
         owner: dict[str, str] = {}
         for name, modules in placed.items():
             for module in modules:

@@ -18,8 +18,8 @@ from hf_multilora.formats.base import (
     ModuleShape,
     split_half,
 )
-from hf_multilora.formats.experts import joined, scaled
-from hf_multilora.formats.experts_shapes import is_bias
+from hf_multilora.formats.experts_shapes import SINCE, SWAPPED, is_bias, written_by
+from hf_multilora.formats.experts_stack import joined, scaled
 
 # PEFT takes these names in target_modules for those of Transformers 4's experts and routers, wherever they stand
 OLD_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -108,7 +108,8 @@ def _factors(where: str, halves: Mapping[str, LoraFactors], count: int) -> _Fact
 def _weight(
     shape: ExpertsShape, parameter: str, parts: Mapping[str, _Factors], scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A [(expert, rank), in], B [out, (rank, expert)] and the rank: projections are blocks, filled up with zeros."""
+    """A [(expert, rank), in], B [out, (rank, expert)], as PEFT takes in and out, and the rank: projections are blocks,
+    filled up with zeros."""
     ranks = [sum(part.a[e].shape[0] for part in parts.values()) for e in range(shape.count)]
     r = max(ranks)
     width = next(iter(parts.values())).a[0].shape[1]
@@ -123,7 +124,9 @@ def _weight(
             a[e, at : at + rank] = part.a[e]
             b[e, own.first : own.first + own.out_features, at : at + rank] = blocks[n][e]
             at += rank
-    return a.reshape(-1, width), b.permute(1, 2, 0).reshape(out, -1), r
+    if written_by(shape, SINCE) == SWAPPED:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1), r
 
 
 def _bias(

@@ -29,6 +29,9 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "biased router": ("gpt_oss", {"target_parameters": ["mlp.router.weight"]}),
     "halves in line, transposed": ("aria", {"target_parameters": [GATE_UP, DOWN]}),
     "ungated": ("nemotron_h", {"target_parameters": ["experts.up_proj", DOWN]}),
+    "in and out taken for each other": ("llama4", {"target_parameters": [GATE_UP, DOWN]}),
+    "the same, square": ("llama4", {"target_parameters": [DOWN], "settings": {"intermediate_size": 32}}),
+    "one parameter per module": ("jetmoe", {"target_parameters": ["mlp.input_linear.weight", "output_linear.weight"]}),
     "elsewhere": ("granitemoe", {"target_parameters": [GATE_UP, DOWN, "router.weight"]}),
     "beside attention": ("olmoe", {"target_parameters": [DOWN], "target_modules": ["q_proj", "v_proj"]}),
     "dense and shared": (
@@ -51,9 +54,11 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", MADE)
 def test_as_peft(kind: str, tmp_path: Path) -> None:
     name, config = MADE[kind]
-    expected = moe.save(moe.base(name), tmp_path, **config)
-    adapter = moe.read(tmp_path, moe.base(name))
-    moe.assert_same(moe.deltas(adapter, moe.census(moe.base(name))), expected)
+    config = dict(config)
+    settings = config.pop("settings", {})
+    expected = moe.save(moe.base(name, **settings), tmp_path, **config)
+    adapter = moe.read(tmp_path, moe.base(name, **settings))
+    moe.assert_same(moe.deltas(adapter, moe.census(moe.base(name, **settings))), expected)
     for site, pair in adapter.factors.items():
         assert pair.a.is_contiguous() and pair.b.is_contiguous() and pair.a.dtype == torch.float64
         assert pair.rank <= 3 and (pair.parts is None or set(pair.parts) == {pair.rank}), site

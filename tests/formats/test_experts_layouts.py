@@ -20,8 +20,8 @@ from tests.formats import tiny
 from tests.formats import tiny_experts as moe
 
 LAYER = "model.layers.0.mlp.experts"
-H, I, E, R = 32, 20, 6, 3
-SIZES = {"gate_proj": (H, I), "up_proj": (H, I), "down_proj": (I, H), "gate_up_proj": (H, 2 * I)}
+H, INNER, E, R = 32, 20, 6, 3
+SIZES = {"gate_proj": (H, INNER), "up_proj": (H, INNER), "down_proj": (INNER, H), "gate_up_proj": (H, 2 * INNER)}
 Factors = dict[str, tuple[Tensor, Tensor]]  # projection -> A [E, r, in], B [E, out, r]
 
 
@@ -47,7 +47,7 @@ def put(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
 def old_keys(made: Factors, names: Sequence[str] = (), experts: Sequence[int] = range(E), at: str = LAYER) -> Any:
     """Transformers 4's: one module per expert and projection."""
     found = {}
-    for (projection, (a, b)), name in zip(made.items(), names or made, strict=True):
+    for (a, b), name in zip(made.values(), names or made, strict=True):
         for e in experts:
             found[f"{at}.{e}.{name}.lora_A.weight"], found[f"{at}.{e}.{name}.lora_B.weight"] = a[e], b[e]
     return found
@@ -62,12 +62,12 @@ def expected(made: Factors, scaling: float = 2.0, scales: Mapping[int, float] | 
     if "down_proj" in deltas or "gate_up_proj" in deltas:
         (delta,) = deltas.values()
         return delta
-    zero = torch.zeros(E, I, H, dtype=torch.float64)
+    zero = torch.zeros(E, INNER, H, dtype=torch.float64)
     return torch.cat([deltas.get("gate_proj", zero), deltas.get("up_proj", zero)], 1)
 
 
 def read(folder: Path, model: str = "qwen3_moe", **settings: Any) -> tuple[Adapter, moe.Deltas]:
-    base = moe.base(model, **({"moe_intermediate_size": I} if model == "qwen3_moe" else {}))
+    base = moe.base(model, **({"moe_intermediate_size": INNER} if model == "qwen3_moe" else {}))
     adapter = moe.read(folder, base, **settings)
     return adapter, moe.deltas(adapter, moe.census(base))
 
@@ -87,7 +87,7 @@ def test_one_module_per_expert(rslora: bool, tmp_path: Path) -> None:
     assert roles(adapter) == {"gate_proj", "up_proj", "down_proj"}
     assert {pair.parts for pair in adapter.factors.values()} == {(R,) * E}  # no rank doubled
     with pytest.raises(AssertionError, match="gate_up_proj differs"):  # gate and up in each other's place
-        moe.assert_same(got, want | {f"{LAYER}.gate_up_proj": expected(halves, scaling).roll(I, 1)})
+        moe.assert_same(got, want | {f"{LAYER}.gate_up_proj": expected(halves, scaling).roll(INNER, 1)})
 
 
 def test_mixtrals_old_names(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_ungated_experts(tmp_path: Path) -> None:
 def test_dense_layers_and_shared_experts_beside(tmp_path: Path) -> None:
     made = factors("down_proj")
     keys = old_keys(made, at="model.layers.1.mlp.experts")
-    plain = {"model.layers.0.mlp.down_proj": (40, H), "model.layers.1.mlp.shared_experts.gate_proj": (H, I)}
+    plain = {"model.layers.0.mlp.down_proj": (40, H), "model.layers.1.mlp.shared_experts.gate_proj": (H, INNER)}
     for module, (width, out) in plain.items():
         keys |= {f"{module}.lora_A.weight": torch.ones(R, width), f"{module}.lora_B.weight": torch.ones(out, R)}
     adapter, got = read(put(tmp_path, keys), "deepseek_v3")
@@ -139,7 +139,7 @@ def test_some_experts_of_several_ranks_and_scales(tmp_path: Path) -> None:
     pair = adapter.factors[f"{LAYER}:down_proj"]
     assert pair.parts == (3, 0, 5, 0, 3, 0) and pair.r == 11 and adapter.max_rank == 5
     assert pair.scaling == 3.0  # that of two of the three; the other's is in its B
-    want = torch.zeros(E, H, I, dtype=torch.float64)
+    want = torch.zeros(E, H, INNER, dtype=torch.float64)
     for e, made, scale in ((0, one, 2.0), (2, two, 3.0), (4, one, 3.0)):
         a, b = made["down_proj"]
         want[e] = scale * (b[e] @ a[e])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as tf
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
@@ -15,14 +16,33 @@ from hf_multilora.census import take_census
 from hf_multilora.formats import Adapter, ModuleShape, read_adapter, split_half, split_site
 from hf_multilora.loading import checkpoint_renames
 from hf_multilora.patches.facts import facts_of
-from tests.experts import MIXTURES
+from tests.experts import BLOCK, MIXTURES
 from tests.formats import tiny
 
 Deltas = dict[str, Tensor]  # full path of a parameter -> what is added to it, in its own layout
 
 
+# experts outside Transformers' interface
+OUTSIDE = {
+    "llama4": (
+        tf.Llama4TextConfig,
+        tf.Llama4ForCausalLM,
+        {**BLOCK, "intermediate_size_mlp": 40, "num_local_experts": 6, "interleave_moe_layer_step": 1},
+    ),
+    "jetmoe": (
+        tf.JetMoeConfig,
+        tf.JetMoeForCausalLM,
+        {**BLOCK, "num_local_experts": 6, "intermediate_size": 20, "kv_channels": 8},
+    ),
+}
+
+
 def base(name: str, **settings: Any) -> Any:
     """The same weights at every call, in float64."""
+    if name in OUTSIDE:
+        torch.manual_seed(0)
+        config, kind, own = OUTSIDE[name]
+        return kind(config(**(own | settings))).double()
     mixture = MIXTURES[name]
     if settings:
         mixture = type(mixture)(**(vars(mixture) | {"settings": {**mixture.settings, **settings}}))
@@ -99,3 +119,11 @@ def assert_same(got: Deltas, expected: Deltas) -> None:
         assert got[name].shape == delta.shape, name
         assert float(delta.abs().max()) > 1e-2, f"{name}: nothing to compare"
         torch.testing.assert_close(got[name], delta.double(), rtol=1e-12, atol=1e-12, msg=f"{name} differs")
+
+
+def assert_near(got: Deltas, expected: Deltas) -> None:
+    """As `assert_same`, within what float32 rounds."""
+    assert sorted(got) == sorted(expected)
+    for name, delta in expected.items():
+        assert float(delta.abs().max()) > 1e-2, f"{name}: nothing to compare"
+        torch.testing.assert_close(got[name].double(), delta, rtol=1e-5, atol=1e-5, msg=f"{name} differs")

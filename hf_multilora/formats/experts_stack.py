@@ -1,0 +1,69 @@
+"""The factors of one projection of all experts, and the sites that they become (see formats/base.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_multilora.formats.base import A_EACH, A_ONE, B_EACH, B_ONE, LoraFactors
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The factors of one projection of all experts; expert e's delta is scaling * b_e (a_e x).
+
+    a [sum of parts, in] and b [out, sum of parts], expert after expert; where all experts share one of them
+    (`one_a`, `one_b`), that one is [r, in] or [out, r].
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    parts: tuple[int, ...]
+    scaling: float
+    one_a: bool = False
+    one_b: bool = False
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """One after another on the CPU, in the widest of their dtypes."""
+    return torch.cat([tensor.detach().cpu() for tensor in tensors], dim).contiguous()
+
+
+def scaled(b: torch.Tensor, scale: float, common: float) -> torch.Tensor:
+    """B for the scale that all have in common, at least in float32 where it is another than its own."""
+    if scale == common:
+        return b
+    return b.to(torch.promote_types(b.dtype, torch.float32)) * (scale / common)
+
+
+def shared(stack: Stack, count: int) -> Stack:
+    """With A, or B, once where all experts have the same."""
+    r = stack.parts[0]
+    if count == 1 or set(stack.parts) != {r}:
+        return stack
+    if not stack.one_a:
+        a = stack.a.view(count, r, -1)
+        if torch.equal(a[0], a[1]) and bool((a == a[:1]).all()):
+            stack = replace(stack, a=a[0].clone(), one_a=True)
+    if not stack.one_b:
+        b = stack.b.view(-1, count, r)
+        if torch.equal(b[:, 0], b[:, 1]) and bool((b == b[:, :1]).all()):
+            stack = replace(stack, b=b[:, 0].contiguous(), one_b=True)
+    return stack
+
+
+def sites_of(site: str, stack: Stack) -> dict[str, LoraFactors]:
+    """The stack as one site, or as halves where one of A and B is that of all experts."""
+    if not (stack.one_a or stack.one_b):
+        return {site: LoraFactors(stack.a, stack.b, stack.scaling, stack.parts)}
+    none_b, none_a = stack.a.new_zeros(0, stack.a.shape[0]), stack.b.new_zeros(stack.b.shape[1], 0)
+    half_a = LoraFactors(stack.a, none_b, 1.0, None if stack.one_a else stack.parts)
+    half_b = LoraFactors(none_a, stack.b, stack.scaling, None if stack.one_b else stack.parts)
+    return {site + (A_ONE if stack.one_a else A_EACH): half_a, site + (B_ONE if stack.one_b else B_EACH): half_b}
