@@ -134,26 +134,31 @@ class Bench:
         return {"error": error, "bound": bound, "control": other}
 
     # -- clocks --------------------------------------------------------------------------------------------------
-    def clock(self, subject: Subject, work: Work) -> dict[str, Any]:
+    def clock(self, subject: Subject, work: Work, implementation: str) -> dict[str, Any]:
         settings, found = self.settings, dict[str, Any]()
         rows: list[str | None] = [*self.mix]
         batch = Batch(subject, work, self.ids(work), 2 * timing.WARM_UP + max(settings.steps, settings.replays))
         with subject.route(rows) as call:
+
+            def prompt() -> None:
+                self.base.set_experts_implementation("grouped_mm")  # as generate does: batched_mm has no memory for it
+                batch.prompt(call)
+                self.base.set_experts_implementation(implementation)
+
             step = (lambda: batch.step(call)) if work.phase == "decode" else (lambda: batch.prompt(call))
-            batch.prompt(call)
+            prompt()
             found["eager"] = timing.steps(step, settings.steps, 5.0, self.device)
             if work.phase == "decode" and timing.why_no_graph(self.device) is None:
-                batch.prompt(call)
+                prompt()
                 captured, _ = timing.capture(step)
-                batch.prompt(call)
+                prompt()
                 found["graph"] = timing.steps(captured.replay, settings.replays, 5.0, self.device)
         return found
 
     def run(self, name: str, subject: Subject) -> None:
         for phase, implementation in CELLS:
-            self.base.set_experts_implementation(implementation)
             cell = self.result["cells"].setdefault(f"{phase}, {implementation}", {})
-            cell[name] = self.clock(subject, self.works[phase])
+            cell[name] = self.clock(subject, self.works[phase], implementation)
             line = ", ".join(f"{kind} {found['ms']:.3f} ms" for kind, found in cell[name].items())
             self.say(f"{name}, {phase}, {implementation}: {line}")
             self.save()
