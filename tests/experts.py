@@ -174,3 +174,8 @@ def undecided(name: str) -> Mixture:
     count = next(key for key in ("num_experts", "num_local_experts") if key in MIXTURES[name].settings)
     settings = {**MIXTURES[name].settings, count: 4, "num_experts_per_tok": 4}
     return replace(MIXTURES[name], settings=settings)
+
+
+def single(name: str) -> Mixture:
+    """The architecture with one layer, for what takes its time."""
+    return replace(MIXTURES[name], settings={**MIXTURES[name].settings, "num_hidden_layers": 1})
