@@ -84,7 +84,7 @@ class LoraSettings:
     target_parameters: tuple[str, ...] = ()  # names of parameters, or ends of them
     target_modules: str | tuple[str, ...] | None = None
     exclude_modules: str | tuple[str, ...] | None = None
-    peft_version: tuple[int, int] | None = None
+    peft_version: tuple[int, int, int] | None = None  # a released one
 
     def rank_and_alpha(self, names: Sequence[str]) -> tuple[int, float]:
         """(rank, alpha) of the module called `names`, the file's own name first; PEFT: the first pattern that fits."""
@@ -188,10 +188,10 @@ def _targets(source: str, config: Mapping[str, Any], key: str) -> str | tuple[st
     return tuple(given)
 
 
-def _version(given: Any) -> tuple[int, int] | None:
-    """(0, 19) of "0.19.1.dev0"; None where it says nothing."""
-    found = re.match(r"(\d+)\.(\d+)", given) if isinstance(given, str) else None
-    return (int(found[1]), int(found[2])) if found else None
+def _version(given: Any) -> tuple[int, int, int] | None:
+    """(0, 19, 1) of "0.19.1"; None where it says nothing, as one in development: of before a change or after it."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", given) if isinstance(given, str) and "dev" not in given else None
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
 def _token_indices(source: str, given: Any) -> dict[str, tuple[int, ...]]:

@@ -46,8 +46,8 @@ def read_experts(
             stack = _nested(reading, shape, first, way, limits)
         else:
             stack = _packed(reading, shape, first, limits)
-        for key, tensor in ((first.a, stack.a), (first.b, stack.b)):
-            check_finite(reading.place(key, site), tensor)
+        for key in (first.a, first.b) if first.expert is None else ():
+            check_finite(reading.place(key, site), reading.tensors[key.key])
         sites |= sites_of(site, shared(stack, shape.count))
     return sites
 
@@ -139,14 +139,16 @@ def _way(reading: Reading, pairs: Sequence[Pair]) -> str:
     if decided or not square:
         return next(iter(decided), PLAIN)
     pair = square[0]
-    way = written_by(_experts(reading, pair), reading.settings.peft_version)
-    if way is None:
+    shape, version = _experts(reading, pair), reading.settings.peft_version
+    if version is None and shape.transposed and shape.told:
+        return PLAIN  # only 0.19.0 wrote the other, and its name beside it
+    if version is None:
         raise reading.place(pair.a, pair.site).error(
             f"lora_A {shape_of(reading.tensors[pair.a.key])} can be [r*E, in] or [r*E, out], since both sizes "
-            f"are equal and PEFT before 0.19 took one for the other, and adapter_config.json does not say which PEFT "
-            f'saved it; add "peft_version" to it, such as "0.18.0" or "0.19.0"'
+            f"are equal and PEFT before 0.19.1 took one for the other, and adapter_config.json does not say which "
+            f'released PEFT saved it; add "peft_version" to it, such as "0.18.0" or "0.19.1"'
         )
-    return way
+    return written_by(shape, version)
 
 
 # -- checks ---------------------------------------------------------------------------------------------------

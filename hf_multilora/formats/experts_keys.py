@@ -184,8 +184,8 @@ def _named(reading: Reading, spot: Spot, a: ParsedKey, b: ParsedKey) -> list[Pai
             f"{shape.count - 1}): the adapter belongs to another base"
         )
     index = "" if spot.expert is None else f".{spot.expert}"
-    names = (a.module, f"{spot.module}{index}.{name}")
-    flat = spot.expert is None and reading.tensors[a.key].dim() == 2
+    flat = spot.expert is None and reading.tensors[a.key].dim() == 2  # was the weight of a module of its own
+    names = (f"{a.module}.weight" if flat else a.module, f"{spot.module}{index}.{name}")
     return [Pair(spot.module, projection, spot.expert, flat, a, b, names)]
 
 

@@ -1,8 +1,7 @@
 """Shapes of experts' factors on disk: how PEFT's two-dimensional ones are to be read.
 
-PEFT writes A [r*E, in], whose rows are (expert, rank), and B [out, r*E], whose columns are (rank, expert). Where it
-takes in for out, it writes A [r*E, out] and B [in, r*E]: before 0.19 for weights [E, out, in], as it took all for
-[E, in, out]; since then for weights [E, in, out] whose class does not tell it so (Llama 4).
+PEFT writes A [r*E, in], whose rows are (expert, rank), and B [out, r*E], whose columns are (rank, expert); or, where it
+takes in for out, A [r*E, out] and B [in, r*E].
 """
 
 from __future__ import annotations
@@ -12,7 +11,14 @@ import torch
 from hf_multilora.formats.base import ExpertsShape
 
 PLAIN, SWAPPED = "plain", "swapped"
-SINCE = (0, 19)  # the PEFT that asks the class
+# (weights are [E, in, out], their class tells PEFT so) -> how PEFT before 0.19, 0.19.0 and PEFT since 0.19.1 write
+WAYS = {
+    (False, True): (SWAPPED, SWAPPED, PLAIN),
+    (False, False): (SWAPPED, SWAPPED, PLAIN),
+    (True, True): (PLAIN, SWAPPED, PLAIN),
+    (True, False): (PLAIN, PLAIN, SWAPPED),
+}
+SINCE = (0, 19, 1)
 
 
 def fits(shape: ExpertsShape, projection: str, a: torch.Tensor, b: torch.Tensor) -> set[str]:
@@ -27,13 +33,10 @@ def fits(shape: ExpertsShape, projection: str, a: torch.Tensor, b: torch.Tensor)
     return {way for way, given in ways.items() if given == sizes}
 
 
-def written_by(shape: ExpertsShape, version: tuple[int, int] | None) -> str | None:
-    """How this PEFT writes factors of such experts, None where it must be known and is not."""
-    if shape.transposed and shape.told:
-        return PLAIN
-    if version is None:
-        return None
-    return SWAPPED if shape.transposed == (version >= SINCE) else PLAIN
+def written_by(shape: ExpertsShape, version: tuple[int, int, int]) -> str:
+    """How this PEFT writes factors of such experts."""
+    before, once, since = WAYS[shape.transposed, shape.told]
+    return since if version >= SINCE else once if version >= (0, 19, 0) else before
 
 
 def is_bias(projection: str) -> bool:

@@ -1,4 +1,4 @@
-"""Sites of experts and routers as PEFT 0.19 and later hold them: parameters that `target_parameters` names."""
+"""Sites of experts and routers as PEFT 0.19.1 and later hold them: parameters that `target_parameters` names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_multilora.formats.experts_stack import joined, scaled
 
 # PEFT takes these names in target_modules for those of Transformers 4's experts and routers, wherever they stand
 OLD_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-VERSION = "0.19.0"  # of PEFT, the first that reads what is written here
+VERSION = "0.19.1"  # of PEFT, the first that reads what is written here
 
 
 @dataclass(frozen=True)

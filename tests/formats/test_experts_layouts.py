@@ -226,7 +226,7 @@ def test_roles_swapped_told_by_shape(version: str | None, tmp_path: Path) -> Non
     moe.assert_same(got, want)
 
 
-@pytest.mark.parametrize(("version", "old"), [("0.18.2", True), ("0.19.0", False), ("0.21.3.dev0", False)])
+@pytest.mark.parametrize(("version", "old"), [("0.18.2", True), ("0.19.0", True), ("0.19.1", False), ("0.21.3", False)])
 def test_square_factors_told_by_version(version: str, old: bool, tmp_path: Path) -> None:
     made = torch.Generator().manual_seed(0)
     a = torch.randn(E, R, H, generator=made).double()
@@ -237,11 +237,51 @@ def test_square_factors_told_by_version(version: str, old: bool, tmp_path: Path)
     base = moe.base("qwen3_moe")
     got = moe.deltas(moe.read(tmp_path, base), moe.census(base))
     moe.assert_same(got, {f"{LAYER}.gate_up_proj": 2.0 * (b @ a)})
-    other = "0.19.0" if old else "0.18.0"  # with the other version it is another adapter
+    other = "0.19.1" if old else "0.18.0"  # with the other version it is another adapter
     tiny.edit_config(tmp_path, peft_version=other)
     assert not torch.allclose(
         moe.deltas(moe.read(tmp_path, base), moe.census(base))[f"{LAYER}.gate_up_proj"], 2.0 * (b @ a)
     )
+
+
+# what each PEFT wrote was checked with that PEFT
+@pytest.mark.parametrize(
+    ("name", "version", "old"),
+    [
+        ("gpt_oss", "0.18.1", False),
+        ("gpt_oss", "0.19.0", True),
+        ("gpt_oss", "0.19.1", False),
+        ("gpt_oss", None, False),
+        ("llama4", "0.18.1", False),
+        ("llama4", "0.19.0", False),
+        ("llama4", "0.19.1", True),
+    ],
+)
+def test_square_factors_of_weights_that_are_in_out(name: str, version: str | None, old: bool, tmp_path: Path) -> None:
+    base = moe.base(name, intermediate_size=H)
+    at = LAYER if name == "gpt_oss" else "model.layers.0.feed_forward.experts"
+    made = torch.Generator().manual_seed(0)
+    a, b = torch.randn(E, R, H, generator=made).double(), torch.randn(E, H, R, generator=made).double()
+    keys = {f"{at}.lora_A.weight": a.flatten(0, 1), f"{at}.lora_B.weight": b.permute(1, 2, 0).flatten(1)}
+    if old:
+        keys = {key.replace(LAYER, at): tensor for key, tensor in swapped({"down_proj": (a, b)}).items()}
+    put(tmp_path, keys, peft_version=version, target_parameters=["experts.down_proj"])
+    want = {f"{at}.down_proj": 2.0 * (b @ a).transpose(1, 2)}
+    moe.assert_same(moe.deltas(moe.read(tmp_path, base), moe.census(base)), want)
+
+
+def test_granites_old_names(tmp_path: Path) -> None:
+    """Its experts were parameters of their own modules, its router a linear."""
+    made = torch.Generator().manual_seed(0)
+    a, b = torch.randn(5, R, H, generator=made).double(), torch.randn(5, 2 * INNER, R, generator=made).double()
+    at = "model.layers.1.block_sparse_moe"
+    keys = {f"{at}.input_linear.lora_A.weight": b.transpose(1, 2).flatten(0, 1)}
+    keys |= {f"{at}.input_linear.lora_B.weight": a.permute(2, 1, 0).flatten(1)}
+    keys |= {f"{at}.router.layer.lora_A.weight": torch.ones(R, H), f"{at}.router.layer.lora_B.weight": torch.ones(5, R)}
+    patterns = {"rank_pattern": {"input_linear.weight": R, "input_linear": 9}, "alpha_pattern": {"layer": 9}}
+    _, got = read(put(tmp_path, keys, target_parameters=["input_linear.weight"], **patterns), "granitemoe")
+    want = {f"{at}.experts.gate_up_proj": 2.0 * (b @ a), f"{at}.router.weight": torch.full((5, H), 3.0 * R)}
+    moe.assert_same(got, want)
 
 
 def test_one_site_that_is_not_square_decides_for_all(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_square_experts_say_which_peft_they_are_for(tmp_path: Path) -> None:
         model,
     )
     write_adapter(tmp_path / "to", adapter, moe.census(model))
-    assert json.loads((tmp_path / "to" / tiny.CONFIG).read_text())["peft_version"] == "0.19.0"
+    assert json.loads((tmp_path / "to" / tiny.CONFIG).read_text())["peft_version"] == "0.19.1"
     moe.assert_same(
         moe.deltas(moe.read(tmp_path / "to", model), moe.census(model)), moe.deltas(adapter, moe.census(model))
     )
