@@ -116,9 +116,9 @@ class Gate:
 
     def __init__(self, layer: Layer, launch: str) -> None:
         self.layer, self.launch = self.fresh(layer), launch
-        self.truth = self.fresh(self.layer).call(launch, torch_experts, wide=True)
+        self.truth, self.plain = self.answers(self.layer)
         turned = replace(self.layer, keys=(layer.keys + layer.shape.slots + 1) % len(layer.ranks))
-        self.wrong = None if launch == COMBINE else turned.call(launch, torch_experts, wide=True)
+        self.wrong = None if launch == COMBINE else self.answers(turned)
 
     def fresh(self, layer: Layer) -> Layer:
         """With outputs of the base that no launch has written to yet."""
@@ -130,13 +130,20 @@ class Gate:
         }
         return replace(layer, data=layer.data | written)
 
+    def answers(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """In float64, and with the error of the plain formula in the dtype of the data."""
+        truth, dtype = layer.call(self.launch, torch_experts, wide=True), layer.weights.dtype
+        if dtype == torch.float32:
+            return truth, self.fresh(layer).call(self.launch, torch_experts)
+        return truth, truth.to(dtype)
+
     def check(self, tile: Tile | None) -> None:
         """Raises GateError where the answer is wrong, or right for the keys of other experts."""
-        got, narrow = self.fresh(self.layer).call(self.launch, triton_experts, tile=tile), self.layer.weights.dtype
-        if not within(got, self.truth, self.truth.to(narrow)):
+        got = self.fresh(self.layer).call(self.launch, triton_experts, tile=tile)
+        if not within(got, self.truth, self.plain):
             off = float((got.double() - self.truth).abs().max())
             raise GateError(f"{self.launch} with {tile} must be right, it is off by {off:.2e}")
-        if self.wrong is not None and within(got, self.wrong, self.wrong.to(narrow)):
+        if self.wrong is not None and within(got, *self.wrong):
             raise GateError(f"{self.launch} with {tile} must not fit the keys of other experts")
 
 
