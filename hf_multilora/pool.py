@@ -131,6 +131,9 @@ class Layout:
         self.spans: dict[int, tuple[int, int]] = {}
         self.parts: dict[int, tuple[int, ...]] = {}
         self.each = torch.zeros(2, 0 if experts is None else (experts + 1) * (slots + 1), dtype=torch.int32).to(device)
+        begins, ranks = self.both.unbind()
+        of_keys, ranks_of_keys = self.each.unbind()
+        self.key_tables = (begins, ranks), (of_keys, ranks_of_keys)  # by slot, by key: views, made once
         self.closed = torch.ones(0, width if gated else 0, dtype=torch.bool, device=device)
         self.own = torch.zeros(2, 0, dtype=torch.int64, device=device)
         self.kept: dict[int, torch.Tensor] = {}  # `closed` or `own` by the number of rows

@@ -57,9 +57,9 @@ class ExpertSlots(SlotRows):
 
     def tables_of(self) -> tuple[Tensor, Tensor]:
         """(first rank row, rank) by key, int32: the key is expert * (slots + 1) + slot, the slot where all share."""
-        assert self.layout is not None
-        begins, ranks = self.layout.both if self.count is None else self.layout.each
-        return begins, ranks
+        layout = self.layout
+        assert layout is not None
+        return layout.key_tables[self.count is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"parts": dict(self.parts)}
