@@ -1,7 +1,8 @@
 """Experts' LoRA on one GPU at the shape of a Qwen3-30B-A3B layer: python -m tests.benchmarks.gpu_experts --help.
 
-First each launch on its own (no answer is timed before it is right), with what its bytes would take at the rate of a
-copy; --sweep tries other tiles. Results are printed and written as they come.
+First each launch on its own, with what its bytes would take at the rate of a copy; --sweep tries other tiles. Then the
+experts of a layer with mixed adapters against the same experts bare. No answer is timed before it is right. Results are
+printed and written as they come.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from . import gpu_experts_launches as launches
 from . import gpu_timing as timing
 from .gpu import device_facts
 from .gpu_experts_launches import AMOUNTS, COPIES, LAUNCHES, Layer, Shape
+from .gpu_experts_layer import LayerBench
 from .run import ROOT, environment
 
 
@@ -36,7 +39,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--device", default="cuda")
     add("--sweep", action="store_true", help="time other tiles too")
     add("--launches", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
+    add("--parts", nargs="+", choices=("launches", "layer"), default=["launches", "layer"])
+    add("--backend", nargs="+", default=["auto"], help="of from_pretrained, for the layer")
     add("--replays", type=int, default=50)
+    add("--rounds", type=int, default=7, help="of bare, ours, ours, bare")
+    add("--scratch", type=Path, help="folder for the adapters' checkpoints")
     add("--out", type=Path, default=ROOT / "bench-results" / "gpu-experts.json")
     return parser.parse_args(argv)
 
@@ -47,8 +54,9 @@ class Bench:
         self.shape = Shape(
             settings.experts, settings.choices, settings.hidden, settings.inner, settings.rank, settings.adapters
         )
-        told = {name: value for name, value in vars(settings).items() if name != "out"}
-        self.result: dict[str, Any] = environment() | device_facts(settings.device) | {"settings": told, "launches": {}}
+        told = {name: value for name, value in vars(settings).items() if name not in ("out", "scratch")}
+        facts = environment() | device_facts(settings.device)
+        self.result: dict[str, Any] = facts | {"settings": told, "launches": {}, "layer": {}}
         self.rate = timing.bytes_per_ms(settings.device)
         self.result["copy_bytes_per_ms"] = self.rate
 
@@ -87,12 +95,35 @@ class Bench:
             floor = sum(found[launch]["floor_us"] for launch in LAUNCHES)
             self.say(f"  all: {total:.1f} us, without combine {total - found['combine'][taken]:.1f}, floor {floor:.1f}")
 
+    def layer(self) -> None:
+        """The experts of one layer with mixed adapters, and bare: us and their ratio."""
+        settings = self.settings
+        bench = LayerBench(self.shape, getattr(torch, settings.dtype), settings.device)
+        truths = {tokens: bench.truths(tokens) for tokens in settings.tokens}
+        for backend in settings.backend:
+            with tempfile.TemporaryDirectory(dir=settings.scratch) as scratch:
+                with bench.ours(backend, Path(scratch)) as subject:
+                    for tokens in settings.tokens:
+                        found = bench.measure(subject, tokens, *truths[tokens], settings.rounds, settings.replays)
+                        self.result["layer"][f"{backend}, {tokens}"] = found
+                        self.say(f"experts, {backend}, {tokens} tokens in {found['rows']} rows, error "
+                                 f"{found['error']:.1e} of {found['bound']:.1e}")  # fmt: skip
+                        for kind in ("eager", "graph"):
+                            if kind in found:
+                                us = found[kind]
+                                line = f"bare {us['bare']:.0f}, ours {us['ours']:.0f} us, ratio {us['ratio']:.3f}"
+                                self.say(f"  {kind}: {line}")
+                        self.save()
+
 
 def main(argv: list[str] | None = None) -> int:
     bench = Bench(arguments(argv))
     with torch.no_grad():
-        for tokens in bench.settings.tokens:
-            bench.launches(tokens)
+        if "launches" in bench.settings.parts:
+            for tokens in bench.settings.tokens:
+                bench.launches(tokens)
+        if "layer" in bench.settings.parts:
+            bench.layer()
     bench.result["seconds"] = time.perf_counter() - bench.started
     bench.save()
     return 0
