@@ -61,22 +61,23 @@ def _single(reading: Reading, shape: ExpertsShape, group: Sequence[Pair], limits
     """One pair per expert, of some experts or all: A [r, in], B [out, r]."""
     own = shape.projections[group[0].projection]
     by_expert = {pair.expert: pair for pair in group}
-    ranks, scales = [0] * shape.count, [0.0] * shape.count
-    for e, pair in by_expert.items():
-        assert e is not None
+    chosen = [(e, by_expert[e]) for e in range(shape.count) if e in by_expert]
+    factors, scales, ranks = [], [], [0] * shape.count
+    for e, pair in chosen:
         a, b = reading.tensors[pair.a.key], reading.tensors[pair.b.key]
         _check(reading, pair, a, b, ["r", own.in_features], [own.out_features, "r"])
-        ranks[e], scales[e] = _rank(reading, pair, a, b, limits)
-        for key, tensor in ((pair.a, a), (pair.b, b)):
-            check_finite(reading.place(key, pair.site), tensor)
-    scaling = Counter(scales[e] for e in sorted(e for e in by_expert if e is not None)).most_common(1)[0][0]
-    factors_a, factors_b = [], []
-    for e in range(shape.count):
-        if e in by_expert:
-            pair = by_expert[e]
-            factors_a.append(reading.tensors[pair.a.key])
-            factors_b.append(scaled(reading.tensors[pair.b.key], scales[e], scaling))
-    return Stack(joined(factors_a, 0), joined(factors_b, 1), tuple(ranks), scaling)
+        ranks[e], scale = _rank(reading, pair, a, b, limits)
+        factors.append((a, b))
+        scales.append(scale)
+    scaling = Counter(scales).most_common(1)[0][0]
+    a = joined([a for a, _ in factors], 0)
+    b = joined([scaled(b, scale, scaling) for (_, b), scale in zip(factors, scales, strict=True)], 1)
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        for (_, pair), own_factors in zip(chosen, factors, strict=True):
+            for key, tensor in zip((pair.a, pair.b), own_factors, strict=True):
+                check_finite(reading.place(key, pair.site), tensor)
+        raise reading.error(f"{group[0].site}: lora_B times the quotient of two scales must be finite in {b.dtype}")
+    return Stack(a, b, tuple(ranks), scaling)
 
 
 def _packed(reading: Reading, shape: ExpertsShape, pair: Pair, limits: Limits) -> Stack:

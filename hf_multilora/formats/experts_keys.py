@@ -166,8 +166,7 @@ def _named(reading: Reading, spot: Spot, a: ParsedKey, b: ParsedKey) -> list[Pai
     place = reading.place(a, spot.module)
     gated = "gate_up_proj" in shape.projections
     projection = PROJECTIONS[name][0 if gated else 1] if name in PROJECTIONS else name
-    empty = not (reading.tensors[a.key].numel() or reading.tensors[b.key].numel())
-    if empty and projection is None and spot.expert is None:
+    if projection is None and spot.expert is None and not any(reading.tensors[p.key].numel() for p in (a, b)):
         return []
     if projection is None or projection not in shape.projections:
         interleaved = gated and projection in ("gate_proj", "up_proj")
@@ -254,7 +253,7 @@ def _require_apart(reading: Reading, pairs: Sequence[Pair]) -> None:
     held: dict[tuple[str, str], dict[int | None, Pair]] = {}
     for pair in pairs:
         same = held.setdefault((pair.module, pair.projection), {})
-        clashing = [other for e, other in same.items() if None in (e, pair.expert) or e == pair.expert]
+        clashing = [*same.values()] if pair.expert is None else [same[e] for e in (None, pair.expert) if e in same]
         for name in OVERLAPS.get(pair.projection, ()):
             clashing += held.get((pair.module, name), {}).values()
         if clashing:
