@@ -134,6 +134,40 @@ MIXTURES = {
         **HEADED, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"], "block_size": 4}),
     "afmoe": causal("Afmoe", {**HEADED, **MOE, "num_shared_experts": 1, "num_dense_layers": 1}),
     "hunyuan_v1_moe": causal("HunYuanMoEV1", {**HEADED, "num_experts": 4, "moe_topk": 2}),
+    "glm4_moe": causal("Glm4Moe", {**HEADED, **MOE, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+    "gemma4-moe": Architecture("Gemma4TextConfig", "Gemma4ForCausalLM", {
+        **HEADED, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12,
+        "hidden_size_per_layer_input": 0, "global_head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        text),
+    "nemotron_h-moe": causal("NemotronH", {
+        **HEADED, **MOE, "layers_block_type": ["attention", "moe"], "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4,
+        "n_groups": 1, "chunk_size": 4}),
+    "aria": Architecture("AriaTextConfig", "AriaTextForCausalLM", {
+        **GROUPED, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}, text),
+    "muse_spark": seq2seq("MuseSpark", {
+        "text_config": {**HEADED, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+            "moe_hidden_size": 12, "mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {**IMAGE, "num_hidden_layers": 1},
+        "audio_config": {"patch_sizes": [2, 2], "hidden_sizes": [8, 8], "depths": [1, 1], "num_hidden_layers": 2,
+            "conv_kernel_size": 3, "out_hidden_size": 16},
+        "out_hidden_size": 16, "projector_hidden_size": 16, "image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2,
+        "audio_token_id": VOCAB - 3, "tie_word_embeddings": False}, text),
+    "openai_privacy_filter": Architecture("OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterForTokenClassification", {
+        **HEADED, "num_local_experts": 4, "num_experts_per_tok": 2, "num_labels": 5, "sliding_window": 8,
+        "max_position_embeddings": 131072}, right, ENCODER),
+    "ernie4_5_moe": causal("Ernie4_5_Moe", {
+        **GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1}),
+    "deepseek_v2": causal("DeepseekV2", {
+        **SIZES, "num_key_value_heads": 2, "moe_intermediate_size": 12, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4}),
+    "granitemoeshared": causal("GraniteMoeShared", {
+        **GROUPED, "num_local_experts": 4, "shared_intermediate_size": 12}),
+    "qwen3_5_moe": Architecture("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {
+        **HEADED, **MOE, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 12}, text),
+    "lfm2_moe": causal("Lfm2Moe", {
+        **GROUPED, **MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "jetmoe": causal("JetMoe", {**GROUPED, "num_local_experts": 4, "kv_channels": 8}),
     "gpt_oss": causal("GptOss", {**HEADED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": causal("DeepseekV3", {
