@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "rank 16 alone": {"ranks": (16,), "bound": 16},
     "bound above the ranks": {"bound": 48},
     "more than 1,024 keys": {"groups": 1161, "ranks": (0, 1, 3)},
-    "many pairs": {"n": 200, "m": 25, "first": 3, "extra": 3},
+    "many pairs": {"n": 90, "m": 25, "first": 3, "extra": 3},
     "strided": {"strided": True},
 }
 

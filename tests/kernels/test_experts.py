@@ -52,12 +52,12 @@ def test_no_pool_at_all() -> None:
 
 @ON_ALL
 def test_h_through_a_source_map(name: str) -> None:
-    properties.check_source_of_h(case(), name)
+    properties.check_source_of_h(case(n=17), name)
 
 
 @ON_ALL
 def test_run_again(name: str) -> None:
-    properties.check_twice(case(order="shuffled", m=15), name)
+    properties.check_twice(case(order="shuffled", n=17, m=7), name)
 
 
 @ON_ALL
@@ -106,22 +106,26 @@ def test_many_rank_blocks_with_triton(amount: str) -> None:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("shape", ["plain", "one pair", "whole tiles", "a later column", "strided"])
+@pytest.mark.parametrize(("shape", "order"), [("plain", "sorted"), ("one pair", "sorted"), ("strided", "shuffled")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_triton_fixed_equals_a_loop_over_pairs(dtype: torch.dtype, shape: str) -> None:
-    for order in ("sorted", "shuffled"):
-        properties.check_numbers(case(dtype, order, **SHAPES[shape]), TRITON_FIXED)
+def test_triton_fixed_equals_a_loop_over_pairs(dtype: torch.dtype, shape: str, order: str) -> None:
+    properties.check_numbers(case(dtype, order, **SHAPES[shape]), TRITON_FIXED)
 
 
 @INTERPRETED
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
 def test_triton_reads_nothing_else(order: str, amount: str) -> None:
-    properties.check_unread(case(order=order, m=15), TRITON)
-    properties.check_unread(case(order=order, m=15), TRITON_FIXED)
+    properties.check_unread(case(order=order, n=17, m=7), TRITON)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+def test_triton_fixed_reads_nothing_else(order: str) -> None:
+    properties.check_unread(case(order=order, n=17, m=7), TRITON_FIXED)
 
 
 @INTERPRETED
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
 def test_what_a_pair_gets_does_not_depend_on_the_batch(order: str) -> None:
-    properties.check_fixed(case(order=order, k=300, n=23))
-    properties.check_fixed(case(order=order, k=64, n=23, m=9, ranks=(16, 2, 0, 40)))
+    properties.check_fixed(case(order=order, k=300, n=19))
+    properties.check_fixed(case(order=order, k=64, n=19, m=9, ranks=(16, 2, 0, 40)))
