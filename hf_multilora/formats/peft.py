@@ -41,9 +41,10 @@ def read_adapter(
 ) -> Adapter:
     """Read the adapter in a local folder or Hub repository for a base that has `modules` (all of them, by path).
 
-    `max_rank` bounds the rank of LoRA sites, and `target_modules` (suffixes, or a regex for the whole path) says which
-    modules these may be for: neither holds for modules saved in full and for token rows. `aliases` maps a name in the
-    file to the modules that stand for it; `renames` are (regex, replacement) pairs for names that are not found;
+    `max_rank` bounds the rank of LoRA sites (of experts: that of one), and `target_modules` (suffixes, or a regex for
+    the whole path) says which modules these may be for: neither holds for modules saved in full and for token rows.
+    Experts it may call by their module, a parameter of it, a projection, or as the file does. `aliases` maps a name in
+    the file to the modules that stand for it; `renames` are (regex, replacement) pairs for names that are not found;
     `base_prefix` is the model's `base_model_prefix`; `hub_kwargs` goes to `snapshot_download`; `by_shape`: the base has
     no values yet, so what is a copy of one of its parameters is told by the shape, and modules_to_save count as saved.
 

@@ -22,7 +22,13 @@ from hf_multilora.formats.config import DEFAULTS
 from hf_multilora.formats.files import CONFIG, PICKLES, SAFETENSORS
 from hf_multilora.formats.matching import lora_targets, require_own_names, task_heads, token_targets
 from hf_multilora.formats.saved import has_bias, wanted
-from hf_multilora.formats.write_experts import VERSION, expert_targets, require_own_parameters, weights_as_parameters
+from hf_multilora.formats.write_experts import (
+    VERSION,
+    Target,
+    expert_targets,
+    require_own_parameters,
+    weights_as_parameters,
+)
 
 PREFIX = "base_model.model."
 KEPT = ("auto_mapping", "id2label", "revision", "task_type")  # of the adapter's own config
@@ -58,9 +64,6 @@ def write_adapter(
             experts.setdefault(module, {})[role] = factors
     lora, saved, tokens = roles.values()
     targets = [t for m, sites in experts.items() for t in expert_targets(adapter.source, m, modules[m], sites)]
-    weights = weights_as_parameters(lora, modules)
-    parameters = [*(f"{module}.weight" for module in weights), *(target.parameter for target in targets)]
-    require_own_parameters(adapter.source, parameters, modules)
     rows = token_targets(adapter.source, tokens, modules, aliases or {})
     tensors = _tensors(adapter.source, lora, saved, rows, modules)
     tensors |= _owned(
@@ -73,20 +76,7 @@ def write_adapter(
     to_save = sorted({*heads, *(m for m in saved if m not in whole)})
     require_own_names(adapter.source, to_save, {*saved, *whole}, {*lora, *experts}, modules)
     require_own_names(adapter.source, [*rows], set(), {}, modules)
-    sizes = {module: (pair.r, pair.scaling) for module, pair in lora.items() if module not in weights}
-    sizes |= {f"{module}.weight": (lora[module].r, lora[module].scaling) for module in weights}
-    sizes |= {target.parameter: (target.r, target.scaling) for target in targets}
-    plain = [module for module in lora if module not in weights]
-    turned = any(modules[module].transposed for module in plain)
-    if turned and parameters:
-        raise AdapterError(
-            f"{adapter.source}: PEFT takes no adapter with a Conv1D and parameters ({parameters[0]}) at once, so it "
-            f"cannot be written"
-        )
-    config = _config(adapter, sizes) | {
-        "fan_in_fan_out": turned,
-        "target_modules": lora_targets(plain, modules) if plain or not parameters else [],
-        **({"target_parameters": parameters, "peft_version": VERSION} if parameters else {}),
+    config = _config(adapter, lora, targets, modules) | {
         "modules_to_save": to_save or None,
         "trainable_token_indices": {module: factors.b[0].tolist() for module, factors in rows.items()} or None,
     }
@@ -94,10 +84,23 @@ def write_adapter(
 
 
 # -- the config -----------------------------------------------------------------------------------------------
-def _config(adapter: Adapter, sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """sizes: module or parameter -> its rank and scale."""
+def _config(
+    adapter: Adapter, lora: Sites, targets: Sequence[Target], modules: Mapping[str, ModuleShape]
+) -> dict[str, Any]:
     given = adapter.config
     rslora = bool(given.get("use_rslora", False))
+    weights = weights_as_parameters(lora, modules)
+    plain = [module for module in lora if module not in weights]
+    parameters = [*(f"{module}.weight" for module in weights), *(target.parameter for target in targets)]
+    require_own_parameters(adapter.source, parameters, modules)
+    turned = any(modules[module].transposed for module in plain)
+    if turned and parameters:
+        raise AdapterError(
+            f"{adapter.source}: PEFT takes no adapter with a Conv1D and parameters ({parameters[0]}) at once, so it "
+            f"cannot be written"
+        )
+    sizes = {f"{m}.weight" if m in weights else m: (pair.r, pair.scaling) for m, pair in lora.items()}
+    sizes |= {target.parameter: (target.r, target.scaling) for target in targets}
     ranks = {name: r for name, (r, _) in sizes.items()}
     alphas = {name: alpha_of(r, scaling, rslora) for name, (r, scaling) in sizes.items()}
     r = Counter(ranks.values()).most_common(1)[0][0] if ranks else given.get("r", DEFAULTS["r"])
@@ -110,12 +113,15 @@ def _config(adapter: Adapter, sizes: Mapping[str, tuple[int, float]]) -> dict[st
         "init_lora_weights": True,
         "bias": "none",
         "lora_dropout": 0.0,
+        "fan_in_fan_out": turned,
         "use_rslora": rslora,
         "r": r,
         "lora_alpha": alpha,
         # anchored: PEFT takes the first pattern that fits the end of a name
         "rank_pattern": {f"^{re.escape(m)}": rank for m, rank in ranks.items() if rank != r},
         "alpha_pattern": {f"^{re.escape(m)}": own for m, own in alphas.items() if own != alpha},
+        "target_modules": lora_targets(plain, modules) if plain or not parameters else [],
+        **({"target_parameters": parameters, "peft_version": VERSION} if parameters else {}),
     }
     if adapter.labels is not None:
         config["id2label"] = {str(n): name for n, name in enumerate(adapter.labels)}
