@@ -145,14 +145,6 @@ MIXTURES = {
         "n_groups": 1, "chunk_size": 4}),
     "aria": Architecture("AriaTextConfig", "AriaTextForCausalLM", {
         **GROUPED, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}, text),
-    "muse_spark": seq2seq("MuseSpark", {
-        "text_config": {**HEADED, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-            "moe_hidden_size": 12, "mlp_layer_types": ["dense", "sparse"]},
-        "vision_config": {**IMAGE, "num_hidden_layers": 1},
-        "audio_config": {"patch_sizes": [2, 2], "hidden_sizes": [8, 8], "depths": [1, 1], "num_hidden_layers": 2,
-            "conv_kernel_size": 3, "out_hidden_size": 16},
-        "out_hidden_size": 16, "projector_hidden_size": 16, "image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2,
-        "audio_token_id": VOCAB - 3, "tie_word_embeddings": False}, text),
     "openai_privacy_filter": Architecture("OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterForTokenClassification", {
         **HEADED, "num_local_experts": 4, "num_experts_per_tok": 2, "num_labels": 5, "sliding_window": 8,
         "max_position_embeddings": 131072}, right, ENCODER),
