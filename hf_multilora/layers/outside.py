@@ -6,7 +6,7 @@ of one of the mixins here, and what they need in `_told`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class StateSlots(TorchFunctionMode):
     def __init__(self, told: Told, hidden: Tensor) -> None:
         super().__init__()
         self.routing, self.shape = told.routing, hidden.shape
+        self.afresh = hidden.requires_grad and torch.is_grad_enabled() and self.routing.captured_at is None
         self.request = Gathered((), ragged=True, teller=told.name)
         self.around = self.routing.rows, self.routing.tokens
         rows = self.routing.align(hidden, self.routing.rows, told.name, flat=True)
@@ -89,6 +90,7 @@ class StateSlots(TorchFunctionMode):
             tokens = [part for part in index if isinstance(part, Tensor)]
             if len(tokens) == 1 and tokens[0].dim() == 1 and tokens[0].dtype == torch.int64:
                 self.request.slots = tuple(self.slots[token] for token in tokens[0].tolist())
+                self._spare()
                 if self.request in self.routing.stack:
                     self.routing.enter(len(self.request.slots))
                 else:
@@ -97,16 +99,28 @@ class StateSlots(TorchFunctionMode):
 
     def close(self) -> None:
         """The rows around are in force again."""
+        self._spare()
         if self.request in self.routing.stack:
             self.routing.pop(self.request)
+        self._spare()
         if self.routing.open:
             self.routing.enter(*self.around)
 
+    def _spare(self) -> None:
+        """What was written so far is not written over where a gradient still needs it."""
+        if self.afresh:
+            self.routing.tables.clear()
+            self.routing._written = None
+            for layout in self.routing.layouts:
+                layout.kept.clear()
+                layout.closed, layout.own = layout.closed[:0], layout.own[:, :0]
+
 
 class Sizes(list[int]):
-    """How many tokens each expert gets; tokens int64 [n]: which, sorted by expert, of hidden [T, H]."""
+    """How many tokens each expert gets; tokens int64 [n]: which, sorted by expert, of hidden [T, H]. None in copies that
+    accelerate makes of arguments."""
 
-    def __init__(self, sizes: Sequence[int], tokens: Tensor, hidden: Tensor) -> None:
+    def __init__(self, sizes: Iterable[int], tokens: Tensor | None = None, hidden: Tensor | None = None) -> None:
         super().__init__(sizes)
         self.tokens, self.hidden = tokens, hidden
 

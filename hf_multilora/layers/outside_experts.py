@@ -46,7 +46,8 @@ class AddToProducts(TorchFunctionMode):
 
     def __init__(self, module: Any, hidden: Tensor) -> None:
         super().__init__()
-        self.module, self.met = module, list[str]()
+        self.module = module
+        self.met: list[str] = []
         self.names = {tuple(p.shape): name for name, p in module._parameters.items()}
         count = next(iter(self.names))[0]
         slots = _slots_of_tokens(module, hidden.reshape(count, -1, hidden.shape[-1])[0])
@@ -77,7 +78,7 @@ class LoraSorted(AdaptedLayer, role="experts", kind="sorted"):
             raise untraceable(first.name)
         experts = torch.arange(len(expert_size)).repeat_interleave(torch.tensor(expert_size)).to(inputs.device)
         if any(slots.path() == MIXED for slots in self._experts):
-            if not isinstance(expert_size, Sizes):
+            if not isinstance(expert_size, Sizes) or expert_size.tokens is None or expert_size.hidden is None:
                 raise RoutingError(
                     f"{first.name}: its expert_size must be what the router beside it returned, which says whose the "
                     f"inputs are, got a plain {type(expert_size).__name__}; run one adapter per call"
