@@ -23,7 +23,7 @@ EXTRAS = (
     (r"token_adapter|trainable_tokens", "trainable_token_indices (trained token rows)"),
     (r"lora_(E|ranknum)\b", "AdaLoRA"),
     (r"modules_to_save|original_module", "modules_to_save (fully trained modules)"),
-    (r"(^|\.)experts\.", "MoE experts"),
+    (r"(^|\.)experts\.", "weights of the experts themselves (trained in full)"),
     (r"\.bias$", "trained biases of the base"),
 )
 REMEDY = "nothing of an adapter is dropped: retrain without it, or merge the adapter into its own copy of the base"

@@ -111,6 +111,16 @@ def test_a_convs_weight_as_a_parameter(tmp_path: Path) -> None:
     moe.assert_same({f"{m}.weight": delta.T for m, delta in tiny.ours(adapter).items()}, expected)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_single_expert(tmp_path: Path) -> None:
+    one = {"num_experts": 1, "num_experts_per_tok": 1}
+    expected = moe.save(moe.base("olmoe", **one), tmp_path, target_parameters=[GATE_UP, DOWN])
+    adapter = moe.read(tmp_path, moe.base("olmoe", **one))
+    assert {pair.parts for pair in adapter.factors.values()} == {(2,)}
+    got = moe.deltas(adapter, moe.census(moe.base("olmoe", **one)))
+    moe.assert_same({name: delta[0] for name, delta in got.items()}, expected)
+
+
 def test_a_bias_of_a_router_is_no_target(tmp_path: Path) -> None:
     moe.save(moe.base("gpt_oss"), tmp_path, target_parameters=["router.weight"])
     tiny.edit_config(tmp_path, target_parameters=["router.bias"])

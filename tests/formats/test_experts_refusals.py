@@ -158,6 +158,11 @@ FILES: dict[str, tuple[str, Change, str]] = {
     "packed, integers": (PACKED, tiny.changed(W2_B, lambda b: b.to(torch.int8)), "must be float32.*int8"),
     "packed, NaN": (PACKED, tiny.changed(W2_B, poisoned), "must be finite, got NaN"),
     "dora": (PEFT, added(lora_magnitude_vector=torch.ones(3)), "DoRA"),
+    "a whole expert": (
+        EACH,
+        added(**{"0.gate_proj.weight": torch.ones(20, 32)}),
+        r"experts\.0\.gate_proj\.weight; weights of the experts themselves .*is not supported",
+    ),
     "saved experts": (
         PEFT,
         added(gate_up_proj=torch.ones(6, 40, 32)),
