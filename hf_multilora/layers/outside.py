@@ -117,8 +117,8 @@ class StateSlots(TorchFunctionMode):
 
 
 class Sizes(list[int]):
-    """How many tokens each expert gets; tokens int64 [n]: which, sorted by expert, of hidden [T, H]. None in copies that
-    accelerate makes of arguments."""
+    """How many tokens each expert gets; tokens int64 [n]: which, sorted by expert, of hidden [T, H]. Copies of it that
+    accelerate makes of arguments have neither."""
 
     def __init__(self, sizes: Iterable[int], tokens: Tensor | None = None, hidden: Tensor | None = None) -> None:
         super().__init__(sizes)
