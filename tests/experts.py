@@ -114,7 +114,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "granitemoe": causal("GraniteMoe", {**BLOCK, "num_local_experts": 5, "num_experts_per_tok": 2,
         "intermediate_size": 20}, experts="block_sparse_moe.experts", router="block_sparse_moe.router"),
     # [in, out], gate and up by turns, biases
-    "gpt_oss": causal("GptOss", {**HEADED, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20},
+    "gpt_oss": causal("GptOss", {**HEADED, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
         router="mlp.router"),
     "jamba": causal("Jamba", {**BLOCK, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20,
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
@@ -141,7 +141,7 @@ MIXTURES: Mapping[str, Mixture] = {
             "conv_kernel_size": 3, "out_hidden_size": 32},
         "out_hidden_size": 16, "projector_hidden_size": 16, "image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2,
         "audio_token_id": VOCAB - 3, "tie_word_embeddings": False},
-        stem="model.language_model.layers", others=("mlp.pre_expert_proj", "mlp.up_proj")),
+        stem="model.language_model.layers", sharp=0.8, others=("mlp.pre_expert_proj", "mlp.up_proj")),
     # [in, out], the halves one after the other
     "aria": Mixture("AriaTextForCausalLM", {**BLOCK, "moe_num_experts": 6, "moe_topk": 2,
         "moe_num_shared_experts": 1, "intermediate_size": 20}, router="mlp.router", others=SHARED),
