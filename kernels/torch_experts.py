@@ -7,8 +7,9 @@ Tables, on the device of the data: `keys` int32 [n] names the key of each pair; 
 k owns the rank rows begins[k]:begins[k] + ranks[k]; rank 0: there is no adapter. `source` int32 or int64 [n]: the row
 of the input that a pair reads, None: row i for pair i. Keys may come in any order; equal ones side by side are fast.
 
-Two forms give the same. `_runs` groups the pairs by key and multiplies once per key; it asks the device which keys
-there are. `_copies` copies each pair's own rank rows and asks nothing: for few pairs, traced calls, captured graphs.
+Two forms give the same. `_runs` groups the pairs by key and multiplies once per key, which a CPU does faster at any
+number of pairs; it asks the device which keys there are. `_copies` copies each pair's own rank rows and asks nothing:
+for traced calls and for GPUs, but where gradients would keep all copies.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-FEW = 64  # pairs up to which their rank rows are copied
-COPIED = 1 << 27  # bytes of such copies at a time
+COPIED = 1 << 27  # bytes of copied rank rows at a time
 Rows = slice | Tensor
 
 
@@ -33,7 +33,7 @@ def shrink(
         return x.new_zeros((n, max_rank), dtype=wide)
     parts = []
     with torch.autocast(x.device.type, enabled=False):  # which would multiply in a coarser dtype
-        if _asks_nothing(keys, max_rank):
+        if _asks_nothing(keys, wants_gradient(x)):
             for part, own, _ in _copies(a, begins, ranks, keys, max_rank, wide):
                 some = _read(x, source, part).to(wide)
                 h = torch.bmm(_own_rows(a, own, wide), some[:, :, None])[:, :, 0]
@@ -61,7 +61,7 @@ def expand(
         return out
     columns = slice(first, first + b.shape[1])
     with torch.autocast(y.device.type, enabled=False):
-        if _asks_nothing(keys, h.shape[1]):
+        if _asks_nothing(keys, out is not y):
             for part, own, live in _copies(b, begins, ranks, keys, h.shape[1], wide):
                 some = _read(h, source, part).to(wide).masked_fill(own < 0, 0)
                 before = y[part, columns]
@@ -89,11 +89,11 @@ def wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _asks_nothing(keys: Tensor, max_rank: int) -> bool:
-    """Whether the device must not or need not be asked which keys there are."""
-    if torch.compiler.is_compiling() or keys.shape[0] <= FEW:
+def _asks_nothing(keys: Tensor, gradients: bool) -> bool:
+    """Whether the device must not, or need not, be asked which keys there are."""
+    if torch.compiler.is_compiling():
         return True
-    return keys.is_cuda and torch.cuda.is_current_stream_capturing()
+    return keys.is_cuda and (not gradients or torch.cuda.is_current_stream_capturing())
 
 
 def _copies(

@@ -44,7 +44,7 @@ TILES = {
     (SHRINK, FEW): Tile(1, 8, 2048, 8),
     (SHRINK, MANY): Tile(16, 64, 128, 4, 3),
     (EXPAND, FEW): Tile(1, 16, 512, 2),
-    (EXPAND, MANY): Tile(32, 64, 128, 4, 3),
+    (EXPAND, MANY): Tile(16, 64, 128, 4, 3),
     (COMBINE, FEW): Tile(1, 1, 512, 2),
     (COMBINE, MANY): Tile(1, 1, 1024, 4),
 }

@@ -19,7 +19,6 @@ from tests.kernels.suite import BACKENDS, INTERPRETED
 
 ON_ALL = pytest.mark.parametrize("name", BACKENDS[:2])  # triton-fixed has the same registration
 NAMES = ("experts_shrink", "experts_expand", "experts_combine")
-FORMS = pytest.mark.parametrize("few", [0, 1 << 20], ids=["runs", "copies"])  # of the torch backend
 
 
 def calls(c: Case, name: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
@@ -103,15 +102,11 @@ def test_a_traced_expand_writes_in_place() -> None:
     assert torch.equal(y, z) and torch.equal(doubled, 2 * z) and not torch.equal(y, c.y)
 
 
-@FORMS
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("order", ["sorted", "shuffled", "no adapter"])
-def test_gradients_are_those_of_the_loop(
-    order: str, traced: bool, name: str, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_those_of_the_loop(order: str, traced: bool, name: str) -> None:
     """Of x, y and the weights, whatever the backend, with an overflow in rank rows that nobody reads."""
-    monkeypatch.setattr(torch_experts, "FEW", few)
     c = case(order=order, m=9, first=2, extra=3)
     read = {row for pair in range(40) for row in range(*c.own(pair).indices(len(c.a)))}
     unread = [row for row in range(len(c.a)) if row not in read]
