@@ -22,6 +22,7 @@ from hf_multilora.kernels.triton_backend import FIXED, LONG, tiles
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a block can have
 TABLES = {name: "*i32" for name in ("order", "offsets", "starts", "ranks")}
+PARTS = {experts.SHRINK: "A x", experts.EXPAND: "B h", experts.COMBINE: "sum"}
 DTYPES = {"bf16": ("tf32x3", 2), "fp32": ("ieee", 4)}
 
 
@@ -55,7 +56,7 @@ def compiled_experts(target: int, dtype: str, precision: str) -> dict[str, Any]:
                 kernel, _, _, constants = plan(512, columns, max_rank, kind, precision, True, fixed, t)
             options = {name: constants[name] for name in ("num_warps", "num_stages")}
             constants = {name: value for name, value in constants.items() if name not in options}
-            name = f"experts {op[:2]}, {amount}, rank {max_rank}"
+            name = f"experts' {PARTS[op]}, {amount}, rank {max_rank}"
             found[name] = compiled(
                 kernel, pointers, constants, target, options["num_warps"], options["num_stages"], columns % 16 == 0
             )
