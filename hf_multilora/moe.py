@@ -12,7 +12,7 @@ from .formats import ExpertsShape, ModuleShape, Projection
 
 ROUTER = re.compile(r"Router|TopK|Gate")
 # what a router's forward does with its weight; other uses cannot be followed
-LINEAR_USE = re.compile(r"linear\([^\n]*self\.weight|super\(\)\.forward\(")
+LINEAR_USE = re.compile(r"linear\([^#]{0,200}self\.weight|super\(\)\.forward\(")
 # the attributes that Transformers' decorator gives to a class of its experts interface
 INTERFACE = ("config", "has_gate", "has_bias", "is_transposed", "num_experts")
 # Experts outside that interface: class -> (their parameters, whether these are [experts, in, out])

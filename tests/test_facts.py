@@ -16,6 +16,7 @@ from hf_multilora.patches.facts import FACTS, Facts, configs_in, facts_of
 from hf_multilora.routing import RoutingError
 
 from .architecture_table import ARCHITECTURES
+from .experts import MIXTURES
 from .formats.tiny import edit_weights
 from .test_architectures import ROWS, TOLERANCE, Tenants, accepted, built, distance, outputs
 
@@ -110,8 +111,12 @@ def test_facts_of_a_model_inside_a_model() -> None:
 
 def test_every_fact_is_of_an_architecture_in_the_sweep() -> None:
     architectures = [arch for arch in ARCHITECTURES.values() if not arch.missing]
-    kinds = {getattr(part, "model_type", "") for arch in architectures for part in configs_in(arch.make_config())}
-    assert set(FACTS) <= kinds
+    configs = [arch.make_config() for arch in architectures]
+    mixtures = [mixture for mixture in MIXTURES.values() if not mixture.missing]
+    configs += [getattr(transformers, m.model).config_class(**m.settings) for m in mixtures]
+    kinds = {getattr(part, "model_type", "") for config in configs for part in configs_in(config)}
+    newer = {f"{name}_text" for name, mixture in MIXTURES.items() if mixture.missing}
+    assert set(FACTS) <= kinds | newer
 
 
 class Reads(nn.Module):
