@@ -97,8 +97,9 @@ def _factors(where: str, halves: Mapping[str, LoraFactors], count: int) -> _Fact
         raise AdapterError(f"{where} must have A and B, each once for all experts or for each, got {sorted(halves)}")
     parts = first.parts or second.parts or (first.r,) * count
     one_a, one_b = A_ONE in halves, B_ONE in halves
-    fits = len(parts) == count and (not (one_a or one_b) or set(parts) == {first.r if one_a else second.r})
-    if not fits:
+    one = first.r if one_a else second.r if one_b else None
+    sums = {half.r for half, shared in ((first, one_a), (second, one_b)) if not shared}
+    if len(parts) != count or sums - {sum(parts)} or (one is not None and set(parts) != {one}):
         raise AdapterError(f"{where} must have rank rows for each of {count} experts, got {parts}")
     a = [first.a] * count if one_a else first.a.split(list(parts), 0)
     b = [second.b] * count if one_b else second.b.split(list(parts), 1)

@@ -56,6 +56,8 @@ def test_as_peft(kind: str, tmp_path: Path) -> None:
     name, config = MADE[kind]
     config = dict(config)
     settings = config.pop("settings", {})
+    if not any(shape.kind == "experts" for shape in moe.census(moe.base(name, **settings)).values()):
+        pytest.skip("the installed Transformers has these experts in another form")
     expected = moe.save(moe.base(name, **settings), tmp_path, **config)
     adapter = moe.read(tmp_path, moe.base(name, **settings))
     moe.assert_same(moe.deltas(adapter, moe.census(moe.base(name, **settings))), expected)

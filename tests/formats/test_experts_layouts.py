@@ -234,7 +234,7 @@ def test_square_factors_told_by_version(version: str, old: bool, tmp_path: Path)
     plain = {f"{LAYER}.lora_A.weight": a.flatten(0, 1), f"{LAYER}.lora_B.weight": b.permute(1, 2, 0).flatten(1)}
     keys = swapped({"gate_up_proj": (a, b)}) if old else plain
     put(tmp_path, keys, peft_version=version, target_parameters=["experts.gate_up_proj"])
-    base = moe.base("qwen3_moe")
+    base = moe.base("qwen3_moe", moe_intermediate_size=H // 2)
     got = moe.deltas(moe.read(tmp_path, base), moe.census(base))
     moe.assert_same(got, {f"{LAYER}.gate_up_proj": 2.0 * (b @ a)})
     other = "0.19.1" if old else "0.18.0"  # with the other version it is another adapter
@@ -290,7 +290,7 @@ def test_one_site_that_is_not_square_decides_for_all(tmp_path: Path) -> None:
         "gate_up_proj": (torch.randn(E, R, H, generator=made).double(), torch.randn(E, H, R, generator=made).double()),
         "down_proj": (torch.randn(E, R, 16, generator=made).double(), torch.randn(E, H, R, generator=made).double()),
     }
-    base = moe.base("qwen3_moe")
+    base = moe.base("qwen3_moe", moe_intermediate_size=H // 2)
     got = moe.deltas(moe.read(put(tmp_path, swapped(pairs)), base), moe.census(base))
     moe.assert_same(got, {f"{LAYER}.{name}": 2.0 * (b @ a) for name, (a, b) in pairs.items()})
 

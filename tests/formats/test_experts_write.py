@@ -99,7 +99,7 @@ def test_scales_and_ranks_of_several_parameters(tmp_path: Path) -> None:
 
 def test_biases_of_which_nothing_is_shared(tmp_path: Path) -> None:
     adapter, modules = read(tmp_path, "gpt_oss", layout=PEFT)
-    out = 40
+    out = modules[EXPERTS].experts.projections["gate_up_proj_bias"].out_features
     pair = LoraFactors(torch.randn(7, 1), torch.randn(out, 7), 0.5, (1, 2, 0, 1, 2, 1))
     adapter = replace(adapter, factors={f"{EXPERTS}:gate_up_proj_bias": pair})
     write_adapter(tmp_path / "to", adapter, modules)
@@ -128,6 +128,13 @@ def test_half_a_projection_is_no_adapter(tmp_path: Path) -> None:
     broken = replace(adapter, factors={f"{EXPERTS}:down_proj.a": pair})
     with pytest.raises(AdapterError, match=r"site model\.layers\.0\.mlp\.experts:down_proj must have A and B"):
         write_adapter(tmp_path / "to", broken, modules)
+    for parts in ((3,) * 5, (3,) * 5 + (4,), None):
+        odd = LoraFactors(torch.randn(18, 20), torch.zeros(0, 18), 1.0, None)
+        object.__setattr__(odd, "parts", parts)
+        one = LoraFactors(torch.zeros(3, 0), torch.randn(32, 3), 1.0)
+        sites = {f"{EXPERTS}:down_proj.a": odd, f"{EXPERTS}:down_proj.b1": one}
+        with pytest.raises(AdapterError, match=r"must have rank rows for each of 6 experts"):
+            write_adapter(tmp_path / "to", replace(adapter, factors=sites), modules)
     with pytest.raises(AdapterError, match=r"experts has no gate_down, which the adapter trains"):
         write_adapter(tmp_path / "to", replace(adapter, factors={f"{EXPERTS}:gate_down": pair}), modules)
     with pytest.raises(AdapterError, match=r"norm holds no experts"):
