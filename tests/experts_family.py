@@ -54,8 +54,10 @@ def require(name: str) -> Mixture:
 class Family:
     """A base whose routing is far from ties on `rows`, with adapters, and the truth of every row alone."""
 
-    def __init__(self, mixture: Mixture, folder: Path, adapters: Mapping[str, Mapping[str, Any]]) -> None:
-        self.mixture, self.folder = mixture, folder
+    def __init__(
+        self, mixture: Mixture, folder: Path, adapters: Mapping[str, Mapping[str, Any]], margin: float = MARGIN
+    ) -> None:
+        self.mixture, self.folder, self.margin = mixture, folder, margin
         made = torch.Generator().manual_seed(3)
         self.rows = [torch.randint(3, VOCAB - 3, (n,), generator=made) for n in LENGTHS]
         for seed in range(SEEDS):
@@ -77,7 +79,7 @@ class Family:
             for key in (None, *self.adapters):
                 for i in range(len(self.rows)):
                     self.row(key, i)
-                    if margins.smallest < MARGIN:
+                    if margins.smallest < self.margin:
                         return False
         return True
 
@@ -132,7 +134,8 @@ def logits(model: Any, inputs: Mapping[str, Tensor], names: Names | None = None)
     if model.config.model_type not in NO_POSITIONS:
         given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     named = {} if names is None else {"adapter_names": list(names)}
-    out = model(**{key: value.to(model.device) for key, value in given.items()}, **named).logits
+    device = "cpu" if model.device.type == "meta" else model.device  # offloaded
+    out = model(**{key: value.to(device) for key, value in given.items()}, **named).logits
     return [row[own.bool().to(row.device)] for row, own in zip(out, mask, strict=True)]
 
 
