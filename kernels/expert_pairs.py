@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """The kernels that name the pairs of experts' LoRA and give them their places. Letters as in torch_pairs.py."""
 
 from __future__ import annotations

@@ -221,8 +221,13 @@ def add_deltas(self: Any, name: str, y: Tensor, x: Tensor, tokens: Tensor | None
     late: Late = []
     every = [slots for slots in self._experts if slots.parameter == name and slots.path() != BASE_ONLY]
     for slots in every:
-        if not slots.half:
-            y = expand(slots, y, shrink(slots, x, pairs.keys, None), pairs.keys, None)
+        if not slots.half:  # reads each token once where the copies for its pairs would be read K times
+            h = (
+                shrink(slots, x, pairs.keys, None)
+                if tokens is None
+                else shrink(slots, tokens, pairs.keys, pairs.tokens)
+            )
+            y = expand(slots, y, h, pairs.keys, None)
         if slots.half not in ("a", "a1"):
             continue
         keys, source = _keys(slots, pairs), None
