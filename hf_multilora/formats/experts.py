@@ -10,9 +10,9 @@ import torch
 
 from hf_multilora.formats.base import ExpertsShape, LoraFactors
 from hf_multilora.formats.checks import check_dense, check_finite, check_rank, shape_of
-from hf_multilora.formats.experts_keys import Pair, Spot, experts_of, pair_up
-from hf_multilora.formats.experts_shapes import PLAIN, SWAPPED, fits, is_bias, written_by
-from hf_multilora.formats.experts_stack import Stack, joined, own_copy, scaled, shared, sites_of
+from hf_multilora.formats.experts_keys import HALVES, Pair, Spot, experts_of, pair_up
+from hf_multilora.formats.experts_shapes import PLAIN, SWAPPED, alternates, fits, is_bias, projection_of, written_by
+from hf_multilora.formats.experts_stack import Stack, alternating, joined, own_copy, scaled, shared, sites_of
 from hf_multilora.formats.keys import ParsedKey, covers
 from hf_multilora.formats.reading import Reading
 
@@ -36,7 +36,7 @@ def read_experts(
         _require_allowed(reading, pair, limits)
     _require_all_experts(reading, pairs)
     way = _way(reading, [pair for pair in pairs if pair.nested])
-    sites: dict[str, LoraFactors] = {}
+    stacks: dict[str, dict[str, Stack]] = {}
     for site, group in grouped.items():
         first = group[0]
         shape = _experts(reading, first)
@@ -48,7 +48,20 @@ def read_experts(
             stack = _packed(reading, shape, first, limits)
         for key in (first.a, first.b) if first.expert is None else ():
             check_finite(reading.place(key, site), reading.tensors[key.key])
-        sites |= sites_of(site, shared(stack, shape.count))
+        stacks.setdefault(first.module, {})[first.projection] = stack
+    sites: dict[str, LoraFactors] = {}
+    for module, by_projection in stacks.items():
+        shape = experts_of(reading, module)
+        if alternates(shape) and any(half in by_projection for half in HALVES):
+            halves = [by_projection.pop(half, None) for half in HALVES]
+            both = by_projection["gate_up_proj"] = alternating(halves, shape.count)
+            if limits.max_rank is not None and max(both.parts) > limits.max_rank:
+                raise reading.error(
+                    f"module {module}: rank must be at most {limits.max_rank} (max_lora_rank), got {max(both.parts)} "
+                    f"for gate and up, which are one projection as their columns alternate; raise max_lora_rank"
+                )
+        for projection, stack in by_projection.items():
+            sites |= sites_of(f"{module}:{projection}", shared(stack, shape.count))
     return sites
 
 
@@ -59,7 +72,7 @@ def _experts(reading: Reading, pair: Pair) -> ExpertsShape:
 # -- one layout each ------------------------------------------------------------------------------------------
 def _single(reading: Reading, shape: ExpertsShape, group: Sequence[Pair], limits: Limits) -> Stack:
     """One pair per expert, of some experts or all: A [r, in], B [out, r]."""
-    own = shape.projections[group[0].projection]
+    own = projection_of(shape, group[0].projection)
     by_expert = {pair.expert: pair for pair in group}
     chosen = [(e, by_expert[e]) for e in range(shape.count) if e in by_expert]
     factors, scales, ranks = [], [], [0] * shape.count
@@ -82,7 +95,7 @@ def _single(reading: Reading, shape: ExpertsShape, group: Sequence[Pair], limits
 
 def _packed(reading: Reading, shape: ExpertsShape, pair: Pair, limits: Limits) -> Stack:
     """All experts in one tensor, or one for all: A [E or 1, r, in], B [E or 1, out, r]."""
-    own = shape.projections[pair.projection]
+    own = projection_of(shape, pair.projection)
     a, b = reading.tensors[pair.a.key], reading.tensors[pair.b.key]
     count = shape.count
     _check(reading, pair, a, b, [f"{count} or 1", "r", own.in_features], [f"{count} or 1", own.out_features, "r"])
@@ -100,7 +113,7 @@ def _packed(reading: Reading, shape: ExpertsShape, pair: Pair, limits: Limits) -
 
 def _nested(reading: Reading, shape: ExpertsShape, pair: Pair, way: str, limits: Limits) -> Stack:
     """PEFT's matrices over all experts."""
-    own, count = shape.projections[pair.projection], shape.count
+    own, count = projection_of(shape, pair.projection), shape.count
     a, b = reading.tensors[pair.a.key], reading.tensors[pair.b.key]
     if is_bias(pair.projection):
         _check(reading, pair, a, b, ["r", own.out_features], [count, "r"])
@@ -199,7 +212,7 @@ def _require_allowed(reading: Reading, pair: Pair, limits: Limits) -> None:
     if limits.target_modules is None:
         return
     shape = _experts(reading, pair)
-    parameter = shape.projections[pair.projection].parameter
+    parameter = projection_of(shape, pair.projection).parameter
     names = (pair.module, f"{pair.module}.{parameter}", f"{pair.module}.{pair.projection}", *pair.names)
     if not any(covers(limits.target_modules, name) for name in names):
         raise reading.place(pair.a, pair.site).error(

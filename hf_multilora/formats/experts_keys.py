@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from hf_multilora.formats.base import ExpertsShape, ModuleShape
 from hf_multilora.formats.checks import shape_of
-from hf_multilora.formats.experts_shapes import fits
+from hf_multilora.formats.experts_shapes import alternates, fits
 from hf_multilora.formats.keys import ParsedKey
 from hf_multilora.formats.reading import Reading
 
@@ -38,7 +38,8 @@ PROJECTIONS: Mapping[str, tuple[str, str | None]] = {
     "fc3": ("up_proj", None),
     "fc2": ("down_proj", "down_proj"),
 }
-OVERLAPS = {"gate_up_proj": ("gate_proj", "up_proj"), "gate_proj": ("gate_up_proj",), "up_proj": ("gate_up_proj",)}
+HALVES = ("gate_proj", "up_proj")
+OVERLAPS = {"gate_up_proj": HALVES, "gate_proj": ("gate_up_proj",), "up_proj": ("gate_up_proj",)}
 OF_EXPERTS = re.compile(r"(.+?)(?:\.(\d+))?\.([^.]+)")  # module, expert, projection
 
 
@@ -56,7 +57,7 @@ class Pair:
     """A and B of one projection, of one expert or of all."""
 
     module: str
-    projection: str  # of ExpertsShape.projections
+    projection: str  # of ExpertsShape.projections, or one of HALVES
     expert: int | None
     nested: bool
     a: ParsedKey
@@ -168,13 +169,10 @@ def _named(reading: Reading, spot: Spot, a: ParsedKey, b: ParsedKey) -> list[Pai
     projection = PROJECTIONS[name][0 if gated else 1] if name in PROJECTIONS else name
     if projection is None and spot.expert is None and not any(reading.tensors[p.key].numel() for p in (a, b)):
         return []
-    if projection is None or projection not in shape.projections:
-        interleaved = gated and projection in ("gate_proj", "up_proj")
-        why = (
-            ", whose gate and up columns alternate: their factors must be those of gate_up_proj" if interleaved else ""
-        )
+    known = {*shape.projections, *(HALVES if alternates(shape) else ())}
+    if projection is None or projection not in known:
         raise place.error(
-            f"the file holds factors of {name}, but these experts have {', '.join(shape.projections)}{why}; load the "
+            f"the file holds factors of {name}, but these experts have {', '.join(shape.projections)}; load the "
             f"base that the adapter was trained on"
         )
     if spot.expert is not None and spot.expert >= shape.count:

@@ -6,9 +6,11 @@ takes in for out, A [r*E, out] and B [in, r*E].
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from hf_multilora.formats.base import ExpertsShape
+from hf_multilora.formats.base import ExpertsShape, Projection
 
 PLAIN, SWAPPED = "plain", "swapped"
 # (weights are [E, in, out], their class tells PEFT so) -> how PEFT before 0.19, 0.19.0 and PEFT since 0.19.1 write
@@ -21,11 +23,24 @@ WAYS = {
 SINCE = (0, 19, 1)
 
 
+def alternates(shape: ExpertsShape) -> bool:
+    """Whether the columns of gate and up take turns, so that neither is a projection of its own."""
+    return "gate_up_proj" in shape.projections and "gate_proj" not in shape.projections
+
+
+def projection_of(shape: ExpertsShape, name: str) -> Projection:
+    """A projection that files know; of gate or up alone where their columns take turns: every other column."""
+    if name in shape.projections or not alternates(shape):
+        return shape.projections[name]
+    both = shape.projections["gate_up_proj"]
+    return replace(both, out_features=both.out_features // 2)
+
+
 def fits(shape: ExpertsShape, projection: str, a: torch.Tensor, b: torch.Tensor) -> set[str]:
     """The ways in which a nested pair can be read for the projection, by its shapes alone."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
         return set()
-    own = shape.projections[projection]
+    own = projection_of(shape, projection)
     if is_bias(projection):
         return {PLAIN} if (a.shape[1], b.shape[0]) == (own.out_features, shape.count) else set()
     sizes = (own.in_features, own.out_features)

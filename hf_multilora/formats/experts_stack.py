@@ -25,6 +25,13 @@ class Stack:
     one_a: bool = False
     one_b: bool = False
 
+    def of_each(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A [r, in] and B [out, r] of each expert."""
+        count, parts = len(self.parts), list(self.parts)
+        a = [self.a] * count if self.one_a else self.a.split(parts, 0)
+        b = [self.b] * count if self.one_b else self.b.split(parts, 1)
+        return list(zip(a, b, strict=True))
+
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy on the CPU."""
@@ -57,6 +64,22 @@ def shared(stack: Stack, count: int) -> Stack:
         if torch.equal(b[:, 0], b[:, 1]) and bool((b == b[:, :1]).all()):
             stack = replace(stack, b=b[:, 0].contiguous(), one_b=True)
     return stack
+
+
+def alternating(halves: Sequence[Stack | None], count: int) -> Stack:
+    """Gate and up as one, where their columns take turns: B is zero in the other's columns."""
+    held = [(i, half) for i, half in enumerate(halves) if half is not None]
+    scaling = held[0][1].scaling
+    parts = tuple(sum(half.parts[e] for _, half in held) for e in range(count))
+    each = list(zip(*(half.of_each() for _, half in held), strict=True))  # expert -> its pairs
+    wide = []
+    for pairs in each:
+        for (i, half), (_, b) in zip(held, pairs, strict=True):
+            own = scaled(b, half.scaling, scaling)
+            turns = own.new_zeros(2 * own.shape[0], own.shape[1])
+            turns[i::2] = own
+            wide.append(turns)
+    return Stack(joined([a for pairs in each for a, _ in pairs], 0), joined(wide, 1), parts, scaling)
 
 
 def sites_of(site: str, stack: Stack) -> dict[str, LoraFactors]:

@@ -174,6 +174,31 @@ def test_packed_gate_up(tmp_path: Path) -> None:
     moe.assert_same(got, {f"{LAYER}.gate_up_proj": expected(made)})
 
 
+@pytest.mark.parametrize("layout", ["packed", "shared", "single", "up only"])
+def test_gate_and_up_of_columns_that_alternate(layout: str, tmp_path: Path) -> None:
+    made = factors("gate_proj", "up_proj")
+    if layout == "up only":
+        del made["gate_proj"]
+    if layout == "shared":
+        made = {name: (a[:1].expand(E, -1, -1), b) for name, (a, b) in made.items()}
+    names = ["w1", "w3"][-len(made) :]
+    keys = old_keys(made, names)
+    if layout != "single":
+        keys = {}
+        for (a, b), name in zip(made.values(), names, strict=True):
+            once = a[:1] if layout == "shared" else a
+            keys |= {f"{LAYER}.{name}.lora_A.weight": once, f"{LAYER}.{name}.lora_B.weight": b}
+    base = moe.base("gpt_oss", intermediate_size=INNER)
+    adapter = moe.read(put(tmp_path, keys), base)
+    want = torch.zeros(E, H, 2 * INNER, dtype=torch.float64)
+    for (a, b), first in zip(made.values(), (0, 1)[-len(made) :], strict=True):
+        want[:, :, first::2] = 2.0 * (b @ a).transpose(1, 2)
+    moe.assert_same(moe.deltas(adapter, moe.census(base)), {f"{LAYER}.gate_up_proj": want})
+    ends = (".a1", ".b") if layout == "shared" else ("",)
+    assert roles(adapter) == {f"gate_up_proj{end}" for end in ends}
+    assert adapter.max_rank == R * len(made)
+
+
 def test_empty_placeholders_of_ungated_experts(tmp_path: Path) -> None:
     made = factors("up_proj")
     a, b = made["up_proj"]

@@ -225,9 +225,20 @@ def test_limits_of_a_deployment(tmp_path: Path) -> None:
     moe.read(tmp_path / "each", model, target_modules=["gate_proj", "up_proj", "down_proj"])  # the file's own names
 
 
-def test_halves_of_columns_that_alternate(tmp_path: Path) -> None:
-    model = made(tmp_path, PACKED, "gpt_oss")
-    with pytest.raises(AdapterError, match=r"factors of w1, .*whose gate and up columns alternate"):
+def test_gate_and_up_as_one_have_the_rank_of_both(tmp_path: Path) -> None:
+    model = made(tmp_path, PACKED, "gpt_oss", projections=("down_proj",))
+    width = moe.census(model)[LAYER].experts.projections["down_proj"].in_features
+    at = f"{KEY}.w"
+    for name in ("1", "3"):
+        pair = {f"{at}{name}.lora_A.weight": torch.ones(6, 3, 32), f"{at}{name}.lora_B.weight": torch.ones(6, width, 3)}
+        tiny.edit_weights(tmp_path, lambda t, pair=pair: t | pair)
+    assert moe.read(tmp_path, model, max_rank=6).max_rank == 6
+    with pytest.raises(
+        AdapterError, match=r"rank must be at most 5 \(max_lora_rank\), got 6 for gate and up, which are"
+    ):
+        moe.read(tmp_path, model, max_rank=5)
+    tiny.edit_weights(tmp_path, lambda t: t | {f"{at}1.lora_B.weight": torch.ones(6, 9, 3)})
+    with pytest.raises(AdapterError, match=rf"gate_proj: lora_B must have shape \[6 or 1, {width}, r\]"):
         moe.read(tmp_path, model)
 
 
