@@ -31,37 +31,35 @@ class LoraStacked(AdaptedLayer, role="experts", kind="stacked"):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _idle(self):
             return super().__call__(hidden_states, *args, **kwargs)
-        adds = AddToProducts(self, hidden_states)
-        with adds:
+        parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
+        count = next(iter(parameters.values())).shape[0]
+        slots = _slots_of_tokens(self, hidden_states.reshape(count, -1, hidden_states.shape[-1])[0])
+        experts = torch.arange(count, device=hidden_states.device).repeat_interleave(slots.shape[0])
+        met: list[str] = []
+        with AddToProducts(self, _pairs(self, experts, slots.repeat(count)), met):
             output = super().__call__(hidden_states, *args, **kwargs)
-        if sorted(adds.met) != sorted(adds.names.values()):
-            raise _unfollowed(
-                self._experts[0].name, f"once with each of {sorted(adds.names.values())}", str(sorted(adds.met))
-            )
+        if sorted(met) != sorted(parameters):
+            raise _unfollowed(self._experts[0].name, f"once with each of {sorted(parameters)}", str(sorted(met)))
         return output
 
 
 class AddToProducts(TorchFunctionMode):
     """While it is on, products of all experts with a parameter [E, in, out] get the pairs' deltas; `met`: which."""
 
-    def __init__(self, module: Any, hidden: Tensor) -> None:
+    def __init__(self, module: Any, pairs: Pairs, met: list[str]) -> None:
         super().__init__()
-        self.module = module
-        self.met: list[str] = []
-        self.names = {tuple(p.shape): name for name, p in module._parameters.items()}
-        count = next(iter(self.names))[0]
-        slots = _slots_of_tokens(module, hidden.reshape(count, -1, hidden.shape[-1])[0])
-        experts = torch.arange(count, device=hidden.device).repeat_interleave(slots.shape[0])
-        self.pairs = _pairs(module, experts, slots.repeat(count))
+        self.module, self.pairs, self.met = module, pairs, met
 
     def __torch_function__(self, func: Call, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        name = self.names.get(tuple(args[1].shape)) if func is torch.bmm else None
-        if name is None:
+        if func is not torch.bmm:
             return output
-        self.met.append(name)
-        x = args[0].reshape(-1, args[0].shape[-1])
-        return _added(self.module, name, output.view(-1, output.shape[-1]), x, self.pairs).view(output.shape)
+        for name, parameter in self.module._parameters.items():
+            if parameter.shape == args[1].shape:
+                self.met.append(name)
+                x, y = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
+                return _added(self.module, name, y, x, self.pairs).view(output.shape)
+        return output
 
 
 class LoraSorted(AdaptedLayer, role="experts", kind="sorted"):
