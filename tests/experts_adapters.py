@@ -30,7 +30,7 @@ FIRST, SECOND = 0, 1
 class Part:
     """Factors of one parameter: a [r, in] and b [out, r]; of experts a [E or 1, r, in] and b [E or 1, out, r].
 
-    half: which half of the columns (FIRST, SECOND), None: all. experts: whose the entries are, None: all.
+    half: which half of the columns (FIRST gate, SECOND up), None: all. experts: whose the entries are, None: all.
     """
 
     path: str
@@ -75,8 +75,8 @@ def merge(base: Any, adapter: Adapter) -> Any:
         delta = adapter.scaling * (b @ a)  # [out, in], of experts [E, out, in]
         if weight.dim() == 3:
             columns = whole.transpose(1, 2) if module.is_transposed else whole  # [E, out, in], the same storage
-            if part.half is not None:
-                columns = columns.chunk(2, dim=1)[part.half]
+            if part.half is not None:  # one half after the other, or by turns
+                columns = columns.chunk(2, dim=1)[part.half] if module.is_concatenated else columns[:, part.half :: 2]
             chosen = range(len(columns)) if part.experts is None else part.experts
             for i, expert in enumerate(chosen):
                 columns[expert] += delta[i if len(delta) > 1 else 0]

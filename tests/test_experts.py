@@ -41,11 +41,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "some experts": ({"layout": EACH, "experts": (1, 4, 5)}, ("mixtral", "nemotron_h")),
     "gate without up": ({"layout": EACH, "projections": ("gate_proj", "down_proj")}, ("mixtral", "qwen3_moe")),
     "up alone": ({"layout": EACH, "projections": ("up_proj",)}, ("olmoe", "nemotron_h")),
-    "packed": ({"layout": PACKED}, ("mixtral", "aria")),
+    "packed": ({"layout": PACKED}, ("mixtral", "aria", "gpt_oss")),
     "packed, shared": ({"layout": PACKED, "shared": True}, ("qwen3_moe", "privacy_filter")),
     "packed, up without gate, shared": (
         {"layout": PACKED, "shared": True, "projections": ("up_proj", "down_proj")},
-        ("mixtral", "muse_spark"),
+        ("mixtral", "muse_spark", "gpt_oss"),
     ),
     "with dense layers and shared experts": ({"layout": EACH, "others": True}, ("deepseek_v3", "qwen2_moe")),
     "without experts": ({"layout": PEFT, "others": True, "projections": ()}, ("deepseek_v3", "qwen2_moe")),

@@ -78,9 +78,6 @@ BAD: Mapping[str, tuple[str, dict[str, Any], Callable[[Files], Any], str]] = {
         "deepseek_v3", {"layout": PEFT}, renamed("layers.1.mlp", "layers.0.mlp"), r"layers\.0",
     ),
     "experts of no layer": ("qwen3_moe", {"layout": EACH}, renamed("layers.1.mlp", "layers.7.mlp"), r"layers\.7"),
-    "projections of single experts, by turns": (
-        "gpt_oss", {"layout": PACKED}, lambda files: None, r"w1|gate_proj|gate_up_proj",
-    ),
     "infinite": ("qwen3_moe", {"layout": PEFT}, infinite, r"finite"),
     "one parameter too deep": (
         "qwen3_moe", {"layout": PEFT}, renamed("experts.base_layer.", "experts.base_layer.base_layer."), r"base_layer",
