@@ -256,6 +256,7 @@ def unpatch(model: Any) -> Any:
 
 def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRAConfig) -> Any:
     """A PeftModel's adapters, read in memory and checked before it is unloaded."""
+    import peft
     from peft import get_peft_model_state_dict
 
     layers = [module for module in peft_model.modules() if is_tuner(module)]
@@ -273,6 +274,7 @@ def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRACon
         if name in adapters:
             raise ValueError(f"{name!r} is an adapter of the PeftModel and among adapters; choose another name")
         plain = json.loads(json.dumps(settings.to_dict(), default=_plain))
+        plain["peft_version"] = peft.__version__  # whose layout is in memory, whatever its file said
         tensors = {k: v.detach().cpu() for k, v in get_peft_model_state_dict(peft_model, adapter_name=name).items()}
         own[name] = adapter_from_tensors(f"PeftModel:{name}", plain, tensors, probe.census(), **probe.reading())
     active = [] if any(getattr(layer, "disable_adapters", False) for layer in layers) else peft_model.active_adapters

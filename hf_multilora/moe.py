@@ -72,7 +72,8 @@ def _outside(module: nn.Module, names: tuple[str, ...], transposed: bool) -> Mod
         projections[name] = Projection(name, out, inner) if transposed else Projection(name, inner, out)
     if "gate_up_proj" in projections:
         projections |= _halves(projections["gate_up_proj"])
-    return ModuleShape("experts", experts=ExpertsShape(count, projections, tuple(module._parameters), transposed, told=False))
+    shape = ExpertsShape(count, projections, tuple(module._parameters), transposed, told=False)
+    return ModuleShape("experts", experts=shape)
 
 
 def _refusal(module: Any, first: str) -> str | None:
