@@ -53,7 +53,7 @@ class MemoryPlan:
     def shared_expert_bytes(self) -> int:
         """What `expert_bytes` would be if all experts shared the factor on the side of the hidden states: A of the
         first projection, B of the last."""
-        size = 0
+        size = 0.0
         for name, module in self.per_module.items():
             if module.experts > 1:
                 own, shared = module.out_features, module.in_features
