@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .formats import ModuleShape
 from .moe import experts_of, router_of
-from .patches.experts import GATHERING
+from .patches.experts import GATHERING, PARTIAL
 from .patches.facts import Facts, configs_in
 
 LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out]
@@ -34,9 +34,12 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
     ties, resizable = _ties(model), _resizable(model)
     outside = _outside_language(model)
     gathering: tuple[str, ...] = ()  # experts whose linears can be followed
+    partial: tuple[str, ...] = ()  # modules that get some of the tokens only
     for name, module, around in _modules(model):
         if type(module).__name__ in GATHERING:
             gathering += (f"{name}.",)
+        if type(module).__name__ in PARTIAL:
+            partial += (f"{name}.",)
         shape = _shape(module)
         own = name.rpartition(".")[2]
         reason = shape.refused or facts.refusal(name)
@@ -49,7 +52,7 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         if by_name and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
             never = "" if shape.kind == "other" else "it is never called: "
             reason = f"{never}{parent.__name__} uses its weight directly"
-        mixable = not facts.matches("unmixable", name) and not outside(name)
+        mixable = not facts.matches("unmixable", name) and not outside(name) and not name.startswith(partial)
         shapes = {key: tensor.shape for key, tensor in _own(module)}
         leaf = not any(True for child in module.children() for part in child.modules() for _ in _own(part))
         tied = tuple(other for other in ties.get(id(module._parameters.get("weight")), ()) if other != name)

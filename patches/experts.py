@@ -17,6 +17,9 @@ PARAMETERS = {"Llama4TextExperts": "stacked", "JetMoeParallelExperts": "sorted",
 # expert (`hidden_states[None, tokens]`) right before it calls that expert
 GATHERING = ("SwitchTransformersExperts", "NllbMoeExperts")
 
+# Modules that get some of the tokens only, those of one kind (text, images): whose they are is not known inside
+PARTIAL = ("Ernie4_5_VLMoeSparseMoeBlock",)
+
 
 def teller_of(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
     """The module, with its path, that knows which tokens the module at `path` gets; None where it gets all of them."""
