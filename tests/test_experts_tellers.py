@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,39 @@ def test_a_teller_follows_one_model(cases: Callable[[str], Case]) -> None:
 def test_tables_agree() -> None:
     assert set(PARAMETERS) == set(OUTSIDE) and not set(REFUSED) & set(OUTSIDE)
     assert {("experts", kind) for kind in PARAMETERS.values()} < set(MIXINS)
+
+
+def test_every_experts_class_of_transformers_is_known() -> None:
+    """By its source: in Transformers' interface, followed here, refused, or found to be served as other modules are."""
+    served = {
+        "AriaSharedExpertsMLP",  # linears that get all tokens
+        "VitPoseNaiveMoe",  # linears that get all tokens, rows in front
+        "InklingSharedExperts",  # no adapter can target its parameters
+        "DbrxExperts",  # holds DbrxExpertGLU
+    }
+    refused = {"LongcatFlashExperts", "AriaExperts", "AriaGroupedExpertsGemm"}  # by their place in the model
+    known = {*PARAMETERS, *GATHERING, *REFUSED, *served, *refused}
+    found = set[str]()
+    for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        source = file.read_text("utf-8")
+        for match in re.finditer(r"^class (\w*(?:Experts?|NaiveMoe)(?![a-z])\w*)\(nn\.", source, re.MULTILINE):
+            decorators = source[: match.start()].rpartition("\n\n")[2]
+            if "use_experts_implementation" not in decorators:
+                found.add(match[1])
+    assert "Llama4TextExperts" in found and not found - known
+
+
+def test_experts_that_get_tokens_of_one_kind_do_not_mix() -> None:
+    sizes = {
+        **HEADED, "moe_intermediate_size": [12, 8], "moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    base = transformers.Ernie4_5_VLMoeTextModel(transformers.Ernie4_5_VLMoeTextConfig(**sizes))
+    census = take_census(base, Facts())
+    mixable = {name: shape.mixable for name, shape in census.items() if shape.kind in ("experts", "router", "linear")}
+    assert not mixable["layers.1.mlp.text_moe.experts"] and not mixable["layers.1.mlp.vision_moe.gate"]
+    assert mixable["layers.1.mlp.shared_experts.up_proj"] and mixable["layers.0.mlp.up_proj"]
 
 
 def test_refused_with_the_reason(tmp_path: Path) -> None:
