@@ -148,6 +148,8 @@ def test_other_adapters_in_the_slots(singles: Singles, backend: str, rank: int |
     check("single", None, "whole")
     check("whole", "single", None)
     assert counter.frame_count == 1
+    if backend == "aot_eager":
+        return
     check("attention", "single", None)
     check(None, "whole", "attention")
     check("other", None, "whole")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 
-from tests.experts import MIXTURES, PAD
-from tests.experts_family import NAMES, Family, Names
+from tests.experts import MIXTURES, PAD, single
+from tests.experts_family import NAMES, Family, Names, adapters_of
 
 pytest_plugins = ("tests.experts_fixtures",)
 Served = Callable[[str], tuple[Family, Any]]
@@ -91,9 +92,9 @@ def test_one_adapter_for_all_rows_and_the_default(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_a_compiled_static_cache(mixtures: Callable[[str], Family], name: str) -> None:
+def test_a_compiled_static_cache(name: str, tmp_path: Path) -> None:
     """The decode step that `generate` compiles serves any mix without being compiled again."""
-    family = mixtures(name)
+    family = Family(single(name), tmp_path, adapters_of(name))
     model = family.model(experts="grouped_mm")
     graphs: list[int] = []
 
