@@ -15,13 +15,14 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tests.experts import MIXTURES
+from tests.experts import MIXTURES, PROJ
 from tests.experts_adapters import EACH, PACKED, PEFT, PEFT_18
 from tests.experts_family import FAR, NAMES, TOLERANCE, Family, check, error, errors, logits, require
 
 pytest_plugins = ("tests.experts_fixtures",)
 Mixtures = Callable[[str], Family]
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+FIRST_TWO = [f"experts.{e}.{name}" for e in range(2) for name in PROJ]
 # layout -> how the adapter is made: on every architecture that is named for it
 LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "PEFT": ({"layout": PEFT}, ("mixtral", "gpt_oss")),
@@ -39,6 +40,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "each expert": ({"layout": EACH}, ("mixtral", "qwen3_moe")),
     "each expert, rsLoRA": ({"layout": EACH, "rslora": True}, ("mixtral", "nemotron_h")),
     "some experts": ({"layout": EACH, "experts": (1, 4, 5)}, ("mixtral", "nemotron_h")),
+    "the first experts, named": (
+        {"layout": EACH, "experts": (0, 1), "target_modules": [*FIRST_TWO, "q_proj", "o_proj"]},
+        ("qwen3_moe", "olmoe"),
+    ),
     "gate without up": ({"layout": EACH, "projections": ("gate_proj", "down_proj")}, ("mixtral", "qwen3_moe")),
     "up alone": ({"layout": EACH, "projections": ("up_proj",)}, ("olmoe", "nemotron_h")),
     "packed": ({"layout": PACKED}, ("mixtral", "aria", "gpt_oss")),

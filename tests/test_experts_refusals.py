@@ -78,6 +78,10 @@ BAD: Mapping[str, tuple[str, dict[str, Any], Callable[[Files], Any], str]] = {
         "deepseek_v3", {"layout": PEFT}, renamed("layers.1.mlp", "layers.0.mlp"), r"layers\.0",
     ),
     "experts of no layer": ("qwen3_moe", {"layout": EACH}, renamed("layers.1.mlp", "layers.7.mlp"), r"layers\.7"),
+    # of another base, which has fewer? or trained on these only?
+    "the first experts alone": (
+        "qwen3_moe", {"layout": EACH, "experts": (0, 1)}, lambda files: None, r"2 experts .*has 6.*target_modules",
+    ),
     "infinite": ("qwen3_moe", {"layout": PEFT}, infinite, r"finite"),
     "one parameter too deep": (
         "qwen3_moe", {"layout": PEFT}, renamed("experts.base_layer.", "experts.base_layer.base_layer."), r"base_layer",
