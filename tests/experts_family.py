@@ -120,7 +120,7 @@ class Family:
 
     def generated(self, name: str | None, i: int, **settings: Any) -> Tensor:
         """New tokens [sequences, tokens] of row i alone."""
-        row = self.rows[i][None]
+        row = self.rows[i][None].to(self.base.device)
         return self.alone(name).generate(input_ids=row, attention_mask=torch.ones_like(row), **settings)[
             :, row.shape[1] :
         ]
