@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _batched_linear, _grouped_linear
 
 from ..kernels import ops_experts
@@ -35,12 +36,14 @@ class LoraExperts(AdaptedLayer, role="experts", kind="experts"):
     @property
     def config(self) -> Any:
         """The module's config; while adapters of the call have rank rows here, one that asks for our forward."""
-        own = self.__dict__["config"]
+        own = self._experts[0].config  # torch 2.11 cannot trace a look into __dict__ here
         return Ours(own) if any(slots.path() for slots in self._experts) else own
 
     @config.setter
     def config(self, value: Any) -> None:
         self.__dict__["config"] = value
+        for slots in self._experts:
+            slots.config = value
 
 
 class Ours:
@@ -104,7 +107,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Raises RoutingError where tokens cannot be attributed to rows, NotImplementedError for an implementation of the base
     whose matmuls are not known here.
     """
-    implementation = self.__dict__["config"]._experts_implementation
+    implementation = self._experts[0].config._experts_implementation
     linear = LINEARS.get(implementation)
     if linear is _batched and _many(self, top_k_index):
         linear = _grouped
@@ -242,7 +245,7 @@ def add_deltas(self: Any, name: str, y: Tensor, x: Tensor, tokens: Tensor | None
             if other.projection != slots.projection or other.half not in ("b", "b1"):
                 continue
             if other.half == "b1" and name == "down_proj" and not _normed(self):
-                late.append((other, h.masked_fill(~mine[:, None], 0.0)))
+                late.append((other, _as_wide(h.masked_fill(~mine[:, None], 0.0), other)))
             else:
                 y = expand(other, y, h, torch.where(mine, _keys(other, pairs), _nobody(other)), source)
     return y, late
@@ -250,6 +253,12 @@ def add_deltas(self: Any, name: str, y: Tensor, x: Tensor, tokens: Tensor | None
 
 def _keys(slots: ExpertSlots, pairs: Pairs) -> Tensor:
     return pairs.keys if slots.count is not None else pairs.slots
+
+
+def _as_wide(h: Tensor, slots: ExpertSlots) -> Tensor:
+    """h [n, r] with zeros up to the largest rank that `slots` has: adapters whose A lies elsewhere read that far."""
+    assert slots.layout is not None
+    return F.pad(h, (0, max(0, slots.layout.no_rows.shape[1] - h.shape[1])))
 
 
 def _nobody(slots: ExpertSlots) -> int:
