@@ -202,16 +202,18 @@ class Residency(Sites):
 
     def refresh(self) -> None:
         """After slots changed: give every module the layout it shares with the modules whose pools look the same. A
-        layout stays with its modules, so that captured graphs find it."""
+        layout stays with its modules, so that captured graphs find it; where there are any, also without adapters."""
         if not self._stale:
             return
         groups: dict[Any, list[SlotRows]] = {}
         layouts: list[Layout] = []
+        idle: list[SlotRows] = []
+        captured = self.routing.captured_at == self.routing.moves
         with torch.inference_mode(False):
             for _, slots in self.sites.values():
                 key = slots.layout_key()
                 if key is None:
-                    slots.settle(None)
+                    idle.append(slots)
                     continue
                 groups.setdefault(key, []).append(slots)
             for (items, parts, capacity, device, gated, experts), members in groups.items():
@@ -226,6 +228,15 @@ class Residency(Sites):
                 layouts.append(layout)
                 for slots in members:
                     slots.settle(layout)
+            taken = {id(layout) for layout in layouts}
+            for slots in idle:
+                layout = slots.layout if captured else None
+                if layout is not None and id(layout) not in taken:
+                    layout.take({})
+                    layouts += [] if any(layout is other for other in layouts) else [layout]
+                    slots.settle(layout)
+                else:
+                    slots.settle(None)
         self.routing.relayout(layouts)
         self._stale = False
 

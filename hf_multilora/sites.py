@@ -94,6 +94,7 @@ class Sites:
                     path, *sizes, self.routing, role=role, parameter=projection.parameter, count=shape.experts.count,
                     first=projection.first, mixable=shape.mixable,
                 )  # fmt: skip
+                slots.config = module.__dict__.get("config")
             else:
                 kind = SavedSlots if role == SAVED else TokenSlots
                 slots = kind(path, *sizes, self.routing, flat=flat, mixable=shape.mixable and teller is None)

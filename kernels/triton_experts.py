@@ -40,7 +40,7 @@ class Tile:
 
 SHRINK, EXPAND, COMBINE = "shrink", "expand", "combine"
 FEW, MANY = "few", "many"  # pairs
-# the fastest on an H200 for 128 experts of 2048 x 768 and rank 16, at 512 to 16,384 pairs (tests.benchmarks.gpu_experts)
+# the fastest on an H200 for 128 experts of 2048 x 768, rank 16, 512 to 16,384 pairs: tests.benchmarks.gpu_experts
 TILES = {
     (SHRINK, FEW): Tile(1, 16, 256, 4),
     (SHRINK, MANY): Tile(16, 64, 256, 2, 4),
@@ -73,7 +73,8 @@ def _shrink_plan(
 ) -> tuple[Any, int, int, dict[str, Any]]:
     """(kernel, programs, rank blocks, constants of the kernel); cached, since an eager call has hundreds."""
     tiled = t.block_m > 1
-    block_k = t.block if fixed else _power(k, 16, t.block * 2 // dtype.itemsize)
+    most = min(t.block * 2 // dtype.itemsize, 64 if tiled and dtype == torch.float32 else t.block)  # see steps
+    block_k = t.block if fixed else _power(k, 16, most)
     block_r = t.block_r if fixed else _power(max_rank, 16 if tiled else 1, t.block_r)
     blocks, count = triton.cdiv(max_rank, block_r), triton.cdiv(n, t.block_m)
     deep = t.stages if block_r <= 32 else min(t.stages, 2)  # else smaller GPUs lack the shared memory

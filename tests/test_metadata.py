@@ -61,9 +61,9 @@ def test_a_load_writes_the_layouts_that_changed_and_no_other(family: Family, mon
     taken: list[Any] = []
     take = Layout.take
 
-    def counted(self: Layout, spans: Any) -> None:
+    def counted(self: Layout, spans: Any, parts: Any) -> None:
         taken.append(spans != self.spans)
-        take(self, spans)
+        take(self, spans, parts)
 
     monkeypatch.setattr(Layout, "take", counted)
     logits(model, ids(2), ["b", "a"])

@@ -19,6 +19,7 @@ class ExpertSlots(SlotRows):
     """
 
     role = "experts"
+    config: Any = None  # the module's own, if it has one: set by whoever adapts it
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class ExpertSlots(SlotRows):
         """(first rank row, rank) by key, int32: the key is expert * (slots + 1) + slot, the slot where all share."""
         layout = self.layout
         assert layout is not None
-        return layout.key_tables[self.count is not None]
+        by_slot, by_key = layout.key_tables
+        return by_slot if self.count is None else by_key
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"parts": dict(self.parts)}

@@ -112,8 +112,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if linear is _batched and _many(self, top_k_index):
         linear = _grouped
     if linear is None:
+        where = self._experts[0].name if "_experts" in self.__dict__ else type(self).__name__
         raise NotImplementedError(
-            f"{self._experts[0].name}: the experts implementation must be one of {sorted(LINEARS)} where adapters "
+            f"{where}: the experts implementation must be one of {sorted(LINEARS)} where adapters "
             f"train experts, it is {implementation!r}; call model.set_experts_implementation('grouped_mm')"
         )
     pairs = _pairs(self, hidden_states, top_k_index, linear is not _batched)
@@ -224,18 +225,20 @@ def add_deltas(self: Any, name: str, y: Tensor, x: Tensor, tokens: Tensor | None
     late: Late = []
     every = [slots for slots in self._experts if slots.parameter == name and slots.path() != BASE_ONLY]
     for slots in every:
-        if not slots.half:  # reads each token once where the copies for its pairs would be read K times
-            h = (
-                shrink(slots, x, pairs.keys, None)
-                if tokens is None
-                else shrink(slots, tokens, pairs.keys, pairs.tokens)
-            )
+        bias = slots.projection.endswith("_bias")  # its A, whose input is 1, says what B is multiplied with
+        if not slots.half:
+            if bias:
+                h = _of_ones(slots, x, pairs.keys)
+            elif tokens is None:
+                h = shrink(slots, x, pairs.keys, None)
+            else:  # reads each token once where the copies for its pairs would be read K times
+                h = shrink(slots, tokens, pairs.keys, pairs.tokens)
             y = expand(slots, y, h, pairs.keys, None)
         if slots.half not in ("a", "a1"):
             continue
         keys, source = _keys(slots, pairs), None
-        if slots.projection.endswith("_bias"):  # B holds what A, whose input is 1, is multiplied with
-            h = shrink(slots, x.new_ones(1, 1), keys, torch.zeros_like(pairs.tokens))
+        if bias:
+            h = _of_ones(slots, x, keys)
         elif slots.half == "a1" and tokens is not None:  # once for all experts of a token
             h, source = shrink(slots, tokens, pairs.rows, None), pairs.tokens
         else:
@@ -249,6 +252,11 @@ def add_deltas(self: Any, name: str, y: Tensor, x: Tensor, tokens: Tensor | None
             else:
                 y = expand(other, y, h, torch.where(mine, _keys(other, pairs), _nobody(other)), source)
     return y, late
+
+
+def _of_ones(slots: ExpertSlots, x: Tensor, keys: Tensor) -> Tensor:
+    """h [n, max_rank] of pairs whose input is 1."""
+    return shrink(slots, x.new_ones(1, 1), keys, torch.zeros_like(keys))
 
 
 def _keys(slots: ExpertSlots, pairs: Pairs) -> Tensor:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_multilora.kernels.backends import TORCH, TRITON, backend
+from hf_multilora.kernels.backends import TORCH, TRITON, backend, interpreted
 from hf_multilora.kernels.torch_pairs import SHORT
 
 # tokens, choices, rows, slots, experts; the last but one has keys beyond 16 bits
 SIZES = [(12, 2, 4, 3, 5), (300, 8, 3, 8, 128), (1, 8, 1, 8, 128), (64, 8, 64, 300, 128), (0, 2, 1, 2, 4)]
+
+
+def device(name: str) -> str:
+    """Where a backend runs: compiled kernels on a GPU."""
+    return "cpu" if name == TORCH or interpreted() else "cuda"
 
 
 @pytest.mark.parametrize("name", [TORCH, TRITON])
@@ -19,6 +24,7 @@ def test_pairs_against_a_plain_loop(name: str, tokens: int, k: int, rows: int, s
     index = torch.stack([torch.randperm(experts + 1)[:k] for _ in range(max(tokens, 1))])[:tokens]  # others' too
     table = torch.randint(-1, slots, (rows,), dtype=torch.int32)
     chosen, width = backend(name), slots + 1
+    index, table = index.to(device(name)), table.to(device(name))
     expected = []
     for token in range(tokens):
         slot = int(table[token // (tokens // rows)])
