@@ -90,6 +90,8 @@ def _merged_experts(site: str, module: nn.Module, pair: LoraFactors) -> dict[str
     projection = shape.experts.projections[split_site(site)[1]]
     tensor = module._parameters[projection.parameter]
     assert tensor is not None
+    if tensor.is_meta:
+        raise NotImplementedError(f"{site}: its weights are offloaded, so nothing can be merged into them")
     parts = pair.parts or (pair.r,) * shape.experts.count
     start, deltas = 0, []
     for r in parts:

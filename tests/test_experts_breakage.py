@@ -10,30 +10,35 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from hf_multilora import MultiLoRAModel
-from tests.experts_adapters import PACKED, PEFT, Adapter, describe, merge, write
-from tests.experts_family import FAR, TOLERANCE, Family, errors
+from hf_multilora.formats import Adapter, LoraFactors
+from hf_multilora.layers.experts import NAME
+from tests import experts_adapters
+from tests.experts_adapters import PACKED, PEFT, describe, merge, write
+from tests.experts_family import FAR, TOLERANCE, Family, error, errors, logits
 
 pytest_plugins = ("tests.experts_fixtures",)
 Mixtures = Callable[[str], Family]
+Adapters = dict[str, experts_adapters.Adapter]
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 
-def all_shared(family: Family, r: int, seed: int) -> Adapter:
+def all_shared(family: Family, r: int, seed: int) -> experts_adapters.Adapter:
     """A and B of every projection are one for all experts."""
     made = describe(family.mixture, family.base, PACKED, r=r, seed=seed, attention=False)
     return replace(made, parts=tuple(replace(part, a=part.a[:1], b=part.b[:1]) for part in made.parts))
 
 
-def served(family: Family, folder: Path, adapters: dict[str, Adapter], **settings: Any) -> Any:
+def served(family: Family, folder: Path, adapters: Adapters, **settings: Any) -> Any:
     """A model of the family's base with these adapters."""
     paths = {name: str(write(adapter, family.base, folder / name)) for name, adapter in adapters.items()}
     return MultiLoRAModel.from_pretrained(copy.deepcopy(family.base), paths, **settings)
 
 
 @torch.no_grad()
-def check_experts(model: Any, family: Family, adapters: dict[str, Adapter], names: Sequence[str | None]) -> None:
+def check_experts(model: Any, family: Family, adapters: Adapters, names: Sequence[str | None]) -> None:
     """The first layer's experts, one token a row, against those of each row's merged model."""
     path, made = family.mixture.paths(family.base, family.mixture.experts)[0], torch.Generator().manual_seed(5)
     bare, n = family.base.get_submodule(path), len(names)
@@ -61,3 +66,51 @@ def test_shared_b_beside_an_a_of_each_expert(mixtures: Mixtures, name: str, tmp_
     model = served(family, tmp_path, adapters)
     for names in (["all", "some", None, "none"], ["some", "all"], ["all", "none", "some", "all", None]):
         check_experts(model, family, adapters, names)
+
+
+@torch.no_grad()
+def test_biases_of_which_nothing_is_shared(mixtures: Mixtures, tmp_path: Path) -> None:
+    """Each expert's own B of a bias, with ranks that differ: PEFT shares B, other writers need not."""
+    family = mixtures("gpt_oss")
+    path, made = family.mixture.paths(family.base, family.mixture.experts)[0], torch.Generator().manual_seed(6)
+    module = copy.deepcopy(family.base.get_submodule(path))
+    parts, bias = (1, 0, 4, 2, 0, 3), module.down_proj_bias
+    a, b = torch.randn(10, 1, generator=made), torch.randn(bias.shape[1], 10, generator=made)
+    for expert, rows in enumerate(torch.arange(10).split(parts)):
+        bias[expert] += 1.5 * (b[:, rows] @ a[rows])[:, 0]
+    model = family.model("whole")
+    own = Adapter("memory", "0", None, {f"{path}:down_proj_bias": LoraFactors(a, b, 1.5, parts)})
+    model._multilora.register("own", own, None, replace=False)
+    x, index, weights = torch.randn(8, 32, generator=made), torch.arange(6).repeat(3)[:16].view(8, 2), torch.rand(8, 2)
+    for experts in IMPLEMENTATIONS:
+        model.set_experts_implementation(experts)
+        with model.adapters(["own", "own", None, "whole", "own", "own", None, "own"]):
+            got = model.get_submodule(path)(x, index, weights)
+        for i in (0, 1, 4, 5, 7):
+            want = module(x[i : i + 1], index[i : i + 1], weights[i : i + 1])[0]
+            assert error(got[i], want) < TOLERANCE
+            assert (
+                error(family.base.get_submodule(path)(x[i : i + 1], index[i : i + 1], weights[i : i + 1])[0], want)
+                > FAR
+            )
+    assert model.verify("own")
+
+
+def test_verify_does_not_take_offloaded_experts_for_wrong(mixtures: Mixtures, tmp_path: Path) -> None:
+    family = mixtures("qwen2_moe")
+    adapter = describe(family.mixture, family.base, PEFT, r=3, seed=4, attention=False)
+    model = served(family, tmp_path, {"a": adapter})
+    assert model.verify("a")
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match=r"experts:gate_up_proj: its weights are offloaded"):
+        model.verify("a")
+
+
+def test_our_implementation_is_not_for_users(mixtures: Mixtures) -> None:
+    """Transformers lists its name among those that may be chosen."""
+    family = mixtures("qwen3_moe")
+    bare = copy.deepcopy(family.base)
+    bare.set_experts_implementation(NAME)
+    for model, names in ((bare, None), (family.model("attention", experts=NAME), ["attention"])):
+        with pytest.raises(NotImplementedError, match=r"must be one of .*grouped_mm.*it is 'hf_multilora'"):
+            logits(model, family.inputs(1), names)

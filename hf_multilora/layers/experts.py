@@ -107,12 +107,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Raises RoutingError where tokens cannot be attributed to rows, NotImplementedError for an implementation of the base
     whose matmuls are not known here.
     """
-    implementation = self._experts[0].config._experts_implementation
+    own = getattr(self, "_experts", None)  # None: users asked for our implementation, of a module without adapters
+    implementation = (own[0] if own else self).config._experts_implementation
     linear = LINEARS.get(implementation)
     if linear is _batched and _many(self, top_k_index):
         linear = _grouped
     if linear is None:
-        where = self._experts[0].name if "_experts" in self.__dict__ else type(self).__name__
+        where = own[0].name if own else type(self).__name__
         raise NotImplementedError(
             f"{where}: the experts implementation must be one of {sorted(LINEARS)} where adapters "
             f"train experts, it is {implementation!r}; call model.set_experts_implementation('grouped_mm')"
