@@ -21,7 +21,7 @@ PER_ROW = frozenset({
     "input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids",
     "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids", "input_features", "input_values",
     "pixel_values", "bbox", "langs", "encoder_hidden_states", "encoder_attention_mask", "negative_prompt_ids",
-    "negative_prompt_attention_mask",
+    "negative_prompt_attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids",
 })  # fmt: skip
 CACHES = ("past_key_values", "cache", "cache_params", "past_buckets_states", "mems")
 # generate settings whose result depends on which rows run together, or that hand out rows while they run

@@ -119,10 +119,12 @@ class Tenants:
 
 
 def accepted(model: Any) -> tuple[list[str], list[str]]:
-    """Modules that an adapter may target here: whose rows mix, and whose rows do not."""
+    """Modules that PEFT's target_modules may name here: whose rows mix, and whose rows do not. Experts and routers:
+    tests/test_experts.py, tests/test_experts_sweep.py."""
     facts = facts_of(model.config)
     census = take_census(model, facts)
-    names = [n for n, _ in model.named_modules() if n and census[n].kind != "other" and census[n].refused is None]
+    kinds = ("linear", "embedding")
+    names = [n for n, _ in model.named_modules() if n and census[n].kind in kinds and census[n].refused is None]
     names = [n for n in names if n not in facts.aliases_in(census)]
     return [n for n in names if census[n].mixable], [n for n in names if not census[n].mixable]
 
