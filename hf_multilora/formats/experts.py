@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,16 @@ from hf_multilora.formats.base import ExpertsShape, LoraFactors
 from hf_multilora.formats.checks import check_dense, check_finite, check_rank, shape_of
 from hf_multilora.formats.experts_keys import HALVES, Pair, Spot, experts_of, pair_up
 from hf_multilora.formats.experts_shapes import PLAIN, SWAPPED, alternates, fits, is_bias, projection_of, written_by
-from hf_multilora.formats.experts_stack import Stack, alternating, joined, own_copy, scaled, shared, sites_of
+from hf_multilora.formats.experts_stack import (
+    Stack,
+    alternating,
+    common_scale,
+    joined,
+    own_copy,
+    scaled,
+    shared,
+    sites_of,
+)
 from hf_multilora.formats.keys import ParsedKey, covers
 from hf_multilora.formats.reading import Reading
 
@@ -82,7 +90,7 @@ def _single(reading: Reading, shape: ExpertsShape, group: Sequence[Pair], limits
         ranks[e], scale = _rank(reading, pair, a, b, limits)
         factors.append((a, b))
         scales.append(scale)
-    scaling = Counter(scales).most_common(1)[0][0]
+    scaling = common_scale(scales)
     a = joined([a for a, _ in factors], 0)
     b = joined([scaled(b, scale, scaling) for (_, b), scale in zip(factors, scales, strict=True)], 1)
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):

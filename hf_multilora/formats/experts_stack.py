@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +44,12 @@ def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return torch.cat([tensor.detach().cpu() for tensor in tensors], dim).contiguous()
 
 
+def common_scale(scales: Iterable[float]) -> float:
+    """The scale that most have; 0 (alpha 0) only where all have it, since no other is a multiple of it."""
+    found = Counter(scale for scale in scales if scale).most_common(1)
+    return found[0][0] if found else 0.0
+
+
 def scaled(b: torch.Tensor, scale: float, common: float) -> torch.Tensor:
     """B for the scale that all have in common, at least in float32 where it is another than its own."""
     if scale == common:
@@ -69,7 +76,7 @@ def shared(stack: Stack, count: int) -> Stack:
 def alternating(halves: Sequence[Stack | None], count: int) -> Stack:
     """Gate and up as one, where their columns take turns: B is zero in the other's columns."""
     held = [(i, half) for i, half in enumerate(halves) if half is not None]
-    scaling = held[0][1].scaling
+    scaling = common_scale(half.scaling for _, half in held)
     parts = tuple(sum(half.parts[e] for _, half in held) for e in range(count))
     each = list(zip(*(half.of_each() for _, half in held), strict=True))  # expert -> its pairs
     wide = []

@@ -19,7 +19,7 @@ from hf_multilora.formats.base import (
     split_half,
 )
 from hf_multilora.formats.experts_shapes import SINCE, SWAPPED, is_bias, written_by
-from hf_multilora.formats.experts_stack import joined, scaled
+from hf_multilora.formats.experts_stack import common_scale, joined, scaled
 
 # PEFT takes these names in target_modules for those of Transformers 4's experts and routers, wherever they stand
 OLD_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -79,7 +79,7 @@ def expert_targets(source: str, module: str, shape: ModuleShape, sites: Mapping[
     for parameter in experts.parameters:
         parts = {n: part for n, part in found.items() if experts.projections[n].parameter == parameter}
         if parts:
-            scaling = next(iter(parts.values())).scaling
+            scaling = common_scale(part.scaling for part in parts.values())
             pack = _bias if is_bias(parameter) else _weight
             made.append((parameter, *pack(experts, parameter, parts, scaling), scaling))
     return [
