@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from .formats.files import locate, open_tensors, parse_config
 from .layers.base import AdaptedLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
 from .patches.facts import facts_of, is_distributed
+from .renames import checkpoint_renames
 from .runtime import Runtime
 
 FEW = 8  # adapters that are loaded without a progress bar
@@ -208,30 +208,6 @@ def entry_points(model: Any) -> dict[str, Any]:
         return {}
     found = {"the encoder": model.get_encoder(), "the decoder": model.get_decoder()}
     return {name: module for name, module in found.items() if module is not None and module is not model}
-
-
-def checkpoint_renames(model: Any) -> list[tuple[str, str]]:
-    """Transformers' own renamings of this model's checkpoint keys: (regex, replacement), for names in adapter files."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
-    renames = list(mapping.items())
-    for transform in get_model_conversion_mapping(model):
-        if type(transform) is not WeightRenaming:  # its kin do more than to replace one name by another
-            continue
-        for source in transform.source_patterns:
-            pattern, target = source.replace("*.", r".*\."), transform.target_patterns[0]
-            if re.search(r"\w$", pattern):
-                pattern += r"(?!\w)"  # `gate` is no part of `gate_proj`
-            if transform.scope_prefix is not None:
-                scope = "".join(f"{part}." for part in (transform.scope_prefix,) if part)
-                outer = "".join(f"(?:{re.escape(part)}\\.)?" for part in (transform.base_model_prefix,) if part)
-                within = "" if pattern.startswith("^") else ".*?"
-                pattern = f"^({outer}{re.escape(scope)}{within})" + re.sub(r"\\1", r"\\2", pattern.removeprefix("^"))
-                target = r"\1" + target.replace(r"\1", r"\2")
-            renames.append((pattern, target))
-    return renames
 
 
 def unpatch(model: Any) -> Any:

@@ -13,10 +13,11 @@ from .catalogue import Entry, check_name
 from .config import MultiLoRAConfig
 from .formats import A_ONE, B_ONE, LORA, Adapter, AdapterError, ModuleShape, is_lora, site_name, split_half, split_site
 from .formats.keys import covers, listed
-from .loading import checkpoint_renames, name_adapters, progress, require_no_arguments, require_patchable
+from .loading import name_adapters, progress, require_no_arguments, require_patchable
 from .model import MultiLoRAModel
 from .patches.facts import facts_of
 from .plan import MemoryPlan, ModulePlan
+from .renames import checkpoint_renames
 from .runtime import Reader, Runtime
 from .sites import widths
 from .skeleton import read_for_skeleton, skeleton

@@ -52,9 +52,10 @@ EDGES: dict[str, set[str]] = {
     "saving": {"formats", "runtime"},
     "verbs": {"compare", "saving", "heads", "inherited", "runtime", "reports", "verify"},
     "model": {*BELOW_MODEL, "verbs", "runtime", "calls", "plan", "collator"},
-    "loading": {*BELOW_MODEL, "runtime", "model"},
+    "renames": set(),
+    "loading": {*BELOW_MODEL, "renames", "runtime", "model"},
     "skeleton": {*BELOW_MODEL, "runtime", "loading"},
-    "planning": {*BELOW_MODEL, "sites", "runtime", "plan", "model", "loading", "skeleton"},
+    "planning": {*BELOW_MODEL, "renames", "sites", "runtime", "plan", "model", "loading", "skeleton"},
     "warmup": {*BELOW_MODEL, "sites", "runtime", "planning", "reports", "verify"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }

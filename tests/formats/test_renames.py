@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from hf_multilora.formats.keys import NameResolver
-from hf_multilora.loading import checkpoint_renames
+from hf_multilora.renames import checkpoint_renames
 from tests.formats import tiny
 from tests.formats import tiny_experts as moe
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hf_multilora.census import take_census
 from hf_multilora.formats import Adapter, ModuleShape, read_adapter, split_half, split_site
-from hf_multilora.loading import checkpoint_renames
 from hf_multilora.patches.facts import facts_of
+from hf_multilora.renames import checkpoint_renames
 from tests.experts import BLOCK, MIXTURES
 from tests.formats import tiny
 

@@ -121,8 +121,8 @@ def test_generate_with_mixes_that_change(cuda: Cuda, name: str, way: dict[str, A
 def test_a_captured_decode_step_serves_other_mixes_and_later_loads(
     name: str, dtype: torch.dtype, experts: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One token per row, in a graph: mixes change between replays, then the adapters in the slots do. Of GPT-OSS a layer's
-    experts alone: Transformers 5.17 makes the mask of its attention by a copy from the CPU, which no graph may hold."""
+    """One token per row, in a graph: mixes change between replays, then the adapters in the slots do. Of GPT-OSS the
+    experts of a layer: Transformers 5.17 copies the mask of its attention from the CPU, which no graph may hold."""
     family = moved(Family(undecided(name), tmp_path, wide(name)))
     model = family.model(experts=experts, max_loras=2, **settings).to(dtype)
     ids = torch.tensor([[5], [9], [17]], device="cuda")
