@@ -270,3 +270,14 @@ def test_an_interrupted_conversion_is_no_model(example, monkeypatch, tmp_path, m
 @pytest.mark.skipif(find_spec("gguf") is None, reason="needs pip install gguf")
 def test_the_wheel_holds_the_weights(example):
     assert example("base_model")._weights().stat().st_size > 50_000_000
+
+
+def test_experts_of_three_layouts_in_one_batch(example, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    example("mixture_of_experts").main()
+    printed = capsys.readouterr().out
+    rows = {line.split("│")[1].strip(): line.split("│") for line in printed.splitlines() if line.startswith("│")}
+    assert [*rows] == ["fused", "(base)", "single", "router"]
+    assert len({rows[name][4].strip() for name in rows}) == 4, "each adapter answers in its own way"
+    assert all(float(rows[name][5]) < 1e-5 for name in ("fused", "single", "router"))
+    assert "experts take" in printed

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 from hf_multilora.layers import AdaptedLayer, unwrap
 from hf_multilora.layers.augmented import is_laid
+from hf_multilora.layers.rows import home_of
 from hf_multilora.pool import BASE
 from tests.layers.bed import ROWS, Bed, K, N, check, linear
 
@@ -134,3 +135,13 @@ def test_a_norm_added_later_must_be_taken_off_before_unwrapping() -> None:
     check(bed, x, base)
     unwrap(module, bed.slots)
     assert type(module) is nn.Linear and not isinstance(module, AdaptedLayer)
+
+
+def test_an_offloaded_module_computes_where_its_hooks_say() -> None:
+    """accelerate gives the root of what it offloads two hooks in one."""
+    from accelerate import cpu_offload
+
+    module = linear()
+    assert home_of(module) == torch.device("cpu")
+    cpu_offload(module, torch.device("cuda:1"))
+    assert module.weight.is_meta and home_of(module) == torch.device("cuda:1")
