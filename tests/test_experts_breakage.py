@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from accelerate import cpu_offload
 
 from hf_multilora import MultiLoRAModel
 from hf_multilora.formats import Adapter, LoraFactors
+from hf_multilora.kernels import ops_experts
 from hf_multilora.layers.experts import NAME
 from tests import experts_adapters
 from tests.experts_adapters import PACKED, PEFT, describe, merge, write
@@ -37,6 +39,17 @@ def served(family: Family, folder: Path, adapters: Adapters, **settings: Any) ->
     return MultiLoRAModel.from_pretrained(copy.deepcopy(family.base), paths, **settings)
 
 
+def checked(name: str) -> Any:
+    """A patch of what layers call, with the checks of the operation, on which kernels rely."""
+    run, check = getattr(ops_experts, name), getattr(ops_experts, f"check_{name}")
+
+    def call(backend: Any, *args: Any) -> Any:
+        check(*args)
+        return run(backend, *args)
+
+    return mock.patch.object(ops_experts, name, call)
+
+
 @torch.no_grad()
 def check_experts(model: Any, family: Family, adapters: Adapters, names: Sequence[str | None]) -> None:
     """The first layer's experts, one token a row, against those of each row's merged model."""
@@ -44,14 +57,18 @@ def check_experts(model: Any, family: Family, adapters: Adapters, names: Sequenc
     bare, n = family.base.get_submodule(path), len(names)
     x, weights = torch.randn(n, 32, generator=made), torch.rand(n, 2, generator=made)
     index = torch.randint(0, bare.num_experts, (n, 2), generator=made)
-    alone = {name: merge(family.base, adapters[name]).get_submodule(path) if name else bare for name in set(names)}
-    want = [alone[name](x[i : i + 1], index[i : i + 1], weights[i : i + 1])[0] for i, name in enumerate(names)]
+    alone = {name: merge(family.base, adapter).get_submodule(path) for name, adapter in adapters.items()}
+    others = [next(other for other in (*adapters, None) if other != name) for name in names]
+    want, control = (
+        [alone.get(name, bare)(x[i : i + 1], index[i : i + 1], weights[i : i + 1])[0] for i, name in enumerate(some)]
+        for some in (names, others)
+    )
     for experts in IMPLEMENTATIONS:
         model.set_experts_implementation(experts)
-        with model.adapters(list(names)):
+        with model.adapters(list(names)), checked("shrink"), checked("expand"):
             got = list(model.get_submodule(path)(x, index, weights))
         assert max(errors(got, want)) < TOLERANCE, experts
-        assert min(errors(got[1:] + got[:1], want)) > FAR
+        assert min(errors(got, control)) > FAR
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "nemotron_h"])
@@ -65,6 +82,8 @@ def test_shared_b_beside_an_a_of_each_expert(mixtures: Mixtures, name: str, tmp_
     }
     model = served(family, tmp_path, adapters)
     for names in (["all", "some", None, "none"], ["some", "all"], ["all", "none", "some", "all", None]):
+        check_experts(model, family, adapters, names)
+    for names in (["all"] * 3, ["some"] * 3, ["none"]):  # one adapter in all rows
         check_experts(model, family, adapters, names)
 
 

@@ -175,7 +175,7 @@ def row_table(self: Any, hidden: Tensor) -> Tensor:
 def slots_in(table: Tensor, tokens: int, base: int) -> Tensor:
     """int32 [T]: slot of each token, `base` for the base's."""
     own = torch.where(table < 0, base, table).to(torch.int32)
-    return own[:, None].expand(-1, tokens // table.shape[0]).reshape(-1)
+    return own[:, None].expand(-1, tokens // table.shape[0]).reshape(-1).contiguous()  # of one row it is a view
 
 
 # -- the base's matmuls ------------------------------------------------------------------------------------------
