@@ -121,27 +121,33 @@ def allowed_sites(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[str
         raise ValueError("a plan needs adapters, or max_lora_rank to plan for any; got neither")
     given = probe.config.target_modules
     targets = probe.reading()["target_modules"]  # "all-linear" spelled out
-    sites: dict[str, str] = {}  # as target_modules may name them -> site
+    sites: list[tuple[str, str]] = []  # (as target_modules may name it, site)
+    halves: dict[str, str] = {}  # site of gate or up -> that of both
     for name, shape in census.items():
         if shape.refused is None and shape.experts is not None:
-            whole = [p for p, projection in shape.experts.projections.items() if p == projection.parameter]
-            sites |= {f"{name}.{p}": site_name(name, p) for p in whole if not p.endswith("_bias")}
+            for projection, own in shape.experts.projections.items():
+                site, whole = site_name(name, projection), site_name(name, own.parameter)
+                if site != whole:
+                    halves[site] = whole
+                if not projection.endswith("_bias"):
+                    sites.append((f"{name}.{projection}", site))
+                    sites += [(name, site)] if site == whole else []
         elif shape.refused is None and shape.kind != "other":
-            sites[name] = name
-    names = list(sites)
+            sites.append((name, name))
     try:
-        found = [name for name in names if covers(targets, name)]
+        found = [(name, site) for name, site in sites if covers(targets, name)]
     except re.error as error:
         raise ValueError(f"target_modules must be a regular expression, got {given!r}: {error}") from error
     wanted: Iterable[str] = [] if given is None or isinstance(given, str) else given
-    absent = [target for target in wanted if not any(covers([target], name) for name in found)]
+    absent = [target for target in wanted if not any(covers([target], name) for name, _ in found)]
     if absent or not found:
         raise ValueError(
             f"target_modules must name linears or embeddings of the base that adapters may train, got "
             f"{listed(absent) or repr(given)}; the base has e.g. "
-            f"{listed(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
+            f"{listed(dict.fromkeys(name.rpartition('.')[2] for name, _ in sites))}"
         )
-    return [sites[name] for name in found]
+    allowed = dict.fromkeys(site for _, site in found)
+    return [site for site in allowed if halves.get(site) not in allowed]
 
 
 def _allowed(targets: Sequence[str] | str, site: str) -> bool:

@@ -133,3 +133,21 @@ def test_our_implementation_is_not_for_users(mixtures: Mixtures) -> None:
     for model, names in ((bare, None), (family.model("attention", experts=NAME), ["attention"])):
         with pytest.raises(NotImplementedError, match=r"must be one of .*grouped_mm.*it is 'hf_multilora'"):
             logits(model, family.inputs(1), names)
+
+
+def test_a_plan_takes_the_names_that_loading_takes(mixtures: Mixtures) -> None:
+    """target_modules may name the experts' module, or gate and up of it, of which pools are then planned."""
+    family = mixtures("qwen3_moe")
+    whole, halves = ["down_proj", "gate_up_proj"], ["down_proj", "gate_proj", "up_proj"]
+    named: dict[Any, list[str]] = {
+        ("experts",): whole, r".*\\.experts": whole, r".*experts.*": whole, ("gate_proj", "up_proj", "down_proj"): halves,
+        ("experts.down_proj",): ["down_proj"],
+    }  # fmt: skip
+    for targets, projections in named.items():
+        given = targets if isinstance(targets, str) else list(targets)
+        plan = MultiLoRAModel.plan(family.base, max_lora_rank=4, max_loras=2, target_modules=given)
+        assert {site.partition(":")[2] for site in plan.per_module} == set(projections)
+        sizes = {p: 16 + 32 for p in projections} | {"gate_up_proj": 32 + 32}  # in + out
+        assert plan.device_bytes == sum(2 * 2 * 4 * 6 * sizes[p] * 4 for p in projections)
+    with pytest.raises(ValueError, match="got w1"):
+        MultiLoRAModel.plan(family.base, max_lora_rank=4, target_modules=["w1"])
