@@ -258,8 +258,8 @@ def own_tensor(module: nn.Module) -> Tensor | None:
 def home_of(module: nn.Module) -> torch.device:
     """Where the module computes: its offload hook's execution device, else where its weight is."""
     hook = module.__dict__.get("_hf_hook")
-    hooks = getattr(hook, "hooks", (hook,))  # accelerate puts several into one
-    device = next((h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None), None)
+    devices = [getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,))]  # of several in one
+    device = next((device for device in devices if device is not None), None)
     if device is not None:
         return torch.device(device if not isinstance(device, int) else f"cuda:{device}")
     tensor = own_tensor(module)
