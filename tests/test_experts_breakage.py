@@ -140,8 +140,8 @@ def test_a_plan_takes_the_names_that_loading_takes(mixtures: Mixtures) -> None:
     family = mixtures("qwen3_moe")
     whole, halves = ["down_proj", "gate_up_proj"], ["down_proj", "gate_proj", "up_proj"]
     named: dict[Any, list[str]] = {
-        ("experts",): whole, r".*\\.experts": whole, r".*experts.*": whole, ("gate_proj", "up_proj", "down_proj"): halves,
-        ("experts.down_proj",): ["down_proj"],
+        ("experts",): whole, r".*\.experts": whole, r".*experts.*": whole, ("experts.down_proj",): ["down_proj"],
+        ("gate_proj", "up_proj", "down_proj"): halves,
     }  # fmt: skip
     for targets, projections in named.items():
         given = targets if isinstance(targets, str) else list(targets)
