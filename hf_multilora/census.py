@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +48,8 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
         if reason is None and not followed and _inside_experts(name, shape.kind):
             holder = module if shape.kind == "other" else around
             reason = f"{type(holder).__name__} is outside Transformers' experts interface"
+        if reason is None and shape.kind in ("router", "experts"):
+            reason = _kernelized(module, around)
         parent: type = type(around)
         by_name = reason is None and shape.kind not in ("router", "experts")
         if by_name and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
@@ -179,6 +182,16 @@ def is_trained_copy(module: Any) -> bool:
     return hasattr(module, "original_module") and (
         hasattr(module, "modules_to_save") or hasattr(module, "token_adapter")
     )
+
+
+def _kernelized(*modules: nn.Module) -> str | None:
+    """Why experts or a router cannot be followed inside these modules: one got the forward of another class, as kernels
+    of the Hub do (use_kernels), and such a forward reads the weights itself."""
+    for module in modules:
+        own = module.__dict__.get("forward")
+        if isinstance(own, MethodType) and own.__func__ is not type(module).forward:
+            return f"{type(module).__name__} has the forward of a kernel ({own.__qualname__}); load it without kernels"
+    return None
 
 
 def _inside_experts(name: str, kind: str) -> bool:

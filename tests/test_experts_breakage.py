@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 
-from hf_multilora import MultiLoRAModel
+from hf_multilora import AdapterError, MultiLoRAModel
 from hf_multilora.formats import Adapter, LoraFactors
 from hf_multilora.kernels import ops_experts
 from hf_multilora.layers.experts import NAME
@@ -151,3 +152,24 @@ def test_a_plan_takes_the_names_that_loading_takes(mixtures: Mixtures) -> None:
         assert plan.device_bytes == sum(2 * 2 * 4 * 6 * sizes[p] * 4 for p in projections)
     with pytest.raises(ValueError, match="got w1"):
         MultiLoRAModel.plan(family.base, max_lora_rank=4, target_modules=["w1"])
+
+
+def test_a_block_with_the_forward_of_a_kernel(mixtures: Mixtures) -> None:
+    """A kernel's forward reads the weights of experts and router, and would never call what adapters are added to."""
+    family = mixtures("gpt_oss")
+
+    class MegaBlocks(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            return hidden_states @ self.experts.down_proj[0], self.router.weight  # type: ignore[operator, union-attr]
+
+    for path in ("model.layers.1.mlp", "model.layers.1.mlp.experts"):
+        base = copy.deepcopy(family.base)
+        block = base.get_submodule(path)
+        block.forward = MethodType(MegaBlocks.forward, block)
+        with pytest.raises(
+            AdapterError, match=r"layers\.1\.mlp\.\S*: no adapter may .* forward of a kernel .*MegaBlocks"
+        ):
+            MultiLoRAModel.from_pretrained(base, {"whole": family.path("whole")})
+        block.forward = MethodType(type(block).forward, block)  # what it is set to where no kernel fits
+        model = MultiLoRAModel.from_pretrained(base, {"whole": family.path("whole")})
+        assert max(errors(logits(model, family.inputs(1), ["whole"]), family.truth(["whole"]))) < TOLERANCE
