@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from ..routing import RoutingError
 from .base import AdaptedLayer
 from .expert_slots import ExpertSlots
-from .experts import Pairs, add_deltas, expand, row_table, slots_in
+from .experts import add_deltas, expand
 from .outside import Sizes, untraceable
+from .pairs import Pairs, row_table, slots_in
 from .rows import BASE_ONLY, MIXED
 
 Call = Callable[..., Any]
