@@ -13,7 +13,7 @@ from .config import MultiLoRAConfig
 from .formats import A_ONE, B_ONE, LORA, Adapter, is_lora, split_half, split_site
 from .host import HostAdapter, host_budget, out_of_memory, pack
 from .kernels.backends import Backend, choose
-from .layers import ModuleSlots, SlotRows
+from .layers import ExpertSlots, ModuleSlots, SlotRows
 from .layers.augmented import prepare
 from .layers.rows import Pool, home_of, own_tensor
 from .moe import experts_of
@@ -158,6 +158,8 @@ class Residency(Sites):
         needs = {name: self.sites[name][1].rows.used + r for name, r in ranks.items()}
         small = {name for name, need in needs.items() if need > self.sites[name][1].rows.capacity}
         planned = self.capacities() if small else {}
+        if small and self.routing.captured_at is None:
+            self._free_experts()
         for name, need in needs.items():
             module, slots = self.sites[name]
             device, dtype = home_of(module), self.dtype_of(name)
@@ -170,6 +172,14 @@ class Residency(Sites):
                 raise
             if pool is not None:
                 grown.append((slots, pool))
+
+    def _free_experts(self) -> None:
+        """Free the pools of experts that no registered adapter trains any more: adapters of another layout have sites
+        of their own, and these pools are the largest."""
+        trained = {name for entry in self.store.catalogue for name in entry.ranks}
+        for name, (_, slots) in self.sites.items():
+            if isinstance(slots, ExpertSlots) and name not in trained and not slots.rows.spans:
+                slots.free()
 
     def _require_room(self, what: str, size: int, device: torch.device, error: RuntimeError) -> None:
         """Raises CapacityError where memory ran out."""

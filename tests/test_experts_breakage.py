@@ -19,7 +19,7 @@ from hf_multilora.formats import Adapter, LoraFactors
 from hf_multilora.kernels import ops_experts
 from hf_multilora.layers.experts import NAME
 from tests import experts_adapters
-from tests.experts_adapters import PACKED, PEFT, describe, merge, write
+from tests.experts_adapters import EACH, PACKED, PEFT, describe, merge, write
 from tests.experts_family import FAR, TOLERANCE, Family, error, errors, logits
 
 pytest_plugins = ("tests.experts_fixtures",)
@@ -173,3 +173,26 @@ def test_a_block_with_the_forward_of_a_kernel(mixtures: Mixtures) -> None:
         block.forward = MethodType(type(block).forward, block)  # what it is set to where no kernel fits
         model = MultiLoRAModel.from_pretrained(base, {"whole": family.path("whole")})
         assert max(errors(logits(model, family.inputs(1), ["whole"]), family.truth(["whole"]))) < TOLERANCE
+
+
+def test_pools_of_a_layout_that_nobody_uses_any_more(mixtures: Mixtures, tmp_path: Path) -> None:
+    """The same experts trained in other layouts are other sites: the pools of those before do not stay for ever."""
+    family = mixtures("qwen3_moe")
+    model = family.model("whole")
+    kept = describe(family.mixture, family.base, PACKED, r=2, seed=8, attention=False, shared=True)
+    model.load_adapter(str(write(kept, family.base, tmp_path / "kept")), "kept")
+    check_experts(model, family, {"whole": family.adapters["whole"], "kept": kept}, ["whole", None, "kept"])
+    before = model.memory_report().device_bytes
+    assert before == MultiLoRAModel.plan(model).device_bytes
+    model.delete_adapter("whole")
+    other = describe(family.mixture, family.base, EACH, r=4, seed=9, attention=False, projections=("gate_proj",))
+    model.load_adapter(str(write(other, family.base, tmp_path / "other")), "other")
+    check_experts(model, family, {"other": other, "kept": kept}, ["other", None, "kept"])
+    pools = model.memory_report().per_module
+    planned = MultiLoRAModel.plan(model).per_module
+    assert {site: size for site, size in pools.items() if size and ".experts:" in site} == {
+        site: module.bytes for site, module in planned.items() if ".experts:" in site
+    }
+    assert sum(pools.values()) < before
+    model.load_adapter(family.path("whole"), "whole")
+    check_experts(model, family, {"whole": family.adapters["whole"], "other": other}, ["whole", "other", None])

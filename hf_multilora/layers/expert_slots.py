@@ -52,6 +52,12 @@ class ExpertSlots(SlotRows):
         super().clear(slot)
         self.parts.pop(slot, None)
 
+    def free(self) -> None:
+        """Give up the memory of a pool in which no slot has rows."""
+        self.looked = False
+        self.a, self.b, self.rows.capacity = self.a[:0].clone(), self.b[:0].clone(), 0
+        self.settle(None)
+
     def restore(self, pool: Pool) -> None:
         super().restore(pool)
         self.parts = {slot: parts for slot, parts in self.parts.items() if slot in self.rows.spans}
