@@ -40,7 +40,7 @@ PROJECTIONS: Mapping[str, tuple[str, str | None]] = {
 }
 HALVES = ("gate_proj", "up_proj")
 OVERLAPS = {"gate_up_proj": HALVES, "gate_proj": ("gate_up_proj",), "up_proj": ("gate_up_proj",)}
-OF_EXPERTS = re.compile(r"(.+?)(?:\.(\d+))?\.([^.]+)")  # module, expert, projection
+OF_EXPERTS = re.compile(r"(.+?)(?:\.(0|[1-9][0-9]{0,8}))?\.([^.]+)")  # module, expert, projection
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from hf_multilora.formats import write_adapter
+from hf_multilora.formats import AdapterError, write_adapter
 from tests.experts import MIXTURES
 from tests.experts_adapters import EACH, PACKED, Part, describe, write
 from tests.formats import tiny_experts as moe
@@ -49,3 +51,16 @@ def test_alpha_zero_of_some(
     assert any(not torch.allclose(got[key], delta) for key, delta in moe.deltas(full, modules).items())
     write_adapter(tmp_path / "written", zero, modules)
     moe.assert_near(moe.deltas(moe.read(tmp_path / "written", model), modules), want)
+
+
+@pytest.mark.parametrize(
+    "index", ["03", "-1", "+3", "\N{ARABIC-INDIC DIGIT THREE}", "9" * 5000], ids=lambda index: ascii(index)[:12]
+)
+def test_what_is_no_index_of_an_expert(index: str, tmp_path: Path) -> None:
+    model = MIXTURES["olmoe"].build(0)
+    adapter = describe(MIXTURES["olmoe"], model, EACH, r=3, seed=1, attention=False)
+    file = write(adapter, model, tmp_path / "a") / "adapter_model.safetensors"
+    assert moe.read(tmp_path / "a", model).factors
+    save_file({key.replace("experts.3.", f"experts.{index}."): own for key, own in load_file(file).items()}, file)
+    with pytest.raises(AdapterError, match=rf"no module \S*experts\.{re.escape(index)}\.down_proj"):
+        moe.read(tmp_path / "a", model)
