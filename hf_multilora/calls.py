@@ -59,7 +59,7 @@ def forward(
         if n == 1 and len(rows) > 1:
             rows = _per_token(rows, arguments, tokens)
             _require_apart(model, arguments)
-            if "use_cache" in runtime.parameters:
+            if _takes_use_cache(model):
                 arguments["use_cache"] = False
             with runtime.request(rows, ragged=True):
                 runtime.routing.enter(1, tokens)
@@ -73,7 +73,7 @@ def forward(
                 runtime.routing.enter(n, tokens)
                 return run(*args, **kwargs)
         passes.check_forward(arguments, passes.why_split(rows, limits))
-        if "use_cache" in runtime.parameters or ("kwargs" in runtime.parameters and passes.caches(model.config)):
+        if _takes_use_cache(model):
             arguments["use_cache"] = False  # as nobody asked for a cache, and those of the passes could not be merged
             if passes.caches(model.config):
                 logger.warning_once(
@@ -86,6 +86,12 @@ def forward(
                 runtime.routing.enter(len(some), tokens)
                 outputs.append(run(**part))
         return passes.merge(outputs, plan)
+
+
+def _takes_use_cache(model: Any) -> bool:
+    """Whether forward takes use_cache, be it for a part that it hands its **kwargs to."""
+    parameters = model._multilora.parameters
+    return "use_cache" in parameters or ("kwargs" in parameters and passes.caches(model.config))
 
 
 def _refuse_checkpointing(model: torch.nn.Module) -> None:

@@ -196,3 +196,15 @@ def test_pools_of_a_layout_that_nobody_uses_any_more(mixtures: Mixtures, tmp_pat
     assert sum(pools.values()) < before
     model.load_adapter(family.path("whole"), "whole")
     check_experts(model, family, {"whole": family.adapters["whole"], "other": other}, ["whole", "other", None])
+
+
+@torch.no_grad()
+def test_packed_sequences_of_a_model_that_hands_use_cache_on(mixtures: Mixtures) -> None:
+    """With a cache Transformers lets packed sequences see each other."""
+    family = mixtures("granitemoe")
+    model, names = family.model(), ["whole", None, "other", "whole"]
+    assert "use_cache" not in model._multilora.parameters
+    lengths = [len(row) for row in family.rows]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    out = model(input_ids=torch.cat(family.rows)[None], position_ids=positions, adapter_names=names).logits[0]
+    assert max(errors(list(out.split(lengths)), family.truth(names))) < TOLERANCE
