@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +119,14 @@ def _require_apart(model: Any, arguments: Mapping[str, Any]) -> None:
         cached.append("use_cache=True")
     flash = "flash" in (getattr(model.config, "_attn_implementation", None) or "")
     restarts = segments({"position_ids": arguments.get("position_ids")})
+    if not (own or flash):
+        classes: set[type] = {type(module) for module in model.modules()}
+        told = {_positions_in_mask(cls) for cls in classes}
+        if told >= {False} and True not in told:
+            raise RoutingError(
+                f"{type(model).__name__} makes its attention mask without position_ids, so sequences packed into one "
+                f"row would see each other: pass one row per sequence, or a mask [1, 1, T, T] that keeps them apart"
+            )
     wrong = cached
     if mask is not None and not own:
         wrong = [*cached, f"attention_mask {tuple(mask.shape)}"]
@@ -126,6 +137,17 @@ def _require_apart(model: Any, arguments: Mapping[str, Any]) -> None:
             f"sequences packed into one row must not see each other: pass position_ids that restart at 0, no "
             f"attention_mask (or one [1, 1, T, T]) and no cache, got {', '.join(wrong)}"
         )
+
+
+@functools.cache
+def _positions_in_mask(cls: type) -> bool | None:
+    """Whether the class's forward gives position_ids to Transformers' masks, None where it makes no mask with them."""
+    try:
+        source = inspect.getsource(cls.forward)  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        return None
+    made = re.findall(r"(?:mask_kwargs = \{|create_\w*mask\()(?!\*\*)(.*?)\n\s*[})]", source, re.DOTALL)
+    return any("position_ids" in arguments for arguments in made) if made else None
 
 
 def _per_token(rows: Sequence[int], arguments: Mapping[str, Any], tokens: int | None) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 
-from hf_multilora import AdapterError, MultiLoRAModel
+from hf_multilora import AdapterError, MultiLoRAModel, RoutingError
 from hf_multilora.formats import Adapter, LoraFactors
 from hf_multilora.kernels import ops_experts
 from hf_multilora.layers.experts import NAME
@@ -34,7 +34,7 @@ def all_shared(family: Family, r: int, seed: int) -> experts_adapters.Adapter:
     return replace(made, parts=tuple(replace(part, a=part.a[:1], b=part.b[:1]) for part in made.parts))
 
 
-def served(family: Family, folder: Path, adapters: Adapters, **settings: Any) -> Any:
+def served_mixture(family: Family, folder: Path, adapters: Adapters, **settings: Any) -> Any:
     """A model of the family's base with these adapters."""
     paths = {name: str(write(adapter, family.base, folder / name)) for name, adapter in adapters.items()}
     return MultiLoRAModel.from_pretrained(copy.deepcopy(family.base), paths, **settings)
@@ -81,7 +81,7 @@ def test_shared_b_beside_an_a_of_each_expert(mixtures: Mixtures, name: str, tmp_
         "some": describe(family.mixture, family.base, PACKED, r=2, seed=2, attention=False, shared=True),
         "none": describe(family.mixture, family.base, PEFT, r=3, seed=3, attention=False),
     }
-    model = served(family, tmp_path, adapters)
+    model = served_mixture(family, tmp_path, adapters)
     for names in (["all", "some", None, "none"], ["some", "all"], ["all", "none", "some", "all", None]):
         check_experts(model, family, adapters, names)
     for names in (["all"] * 3, ["some"] * 3, ["none"]):  # one adapter in all rows
@@ -119,7 +119,7 @@ def test_biases_of_which_nothing_is_shared(mixtures: Mixtures, tmp_path: Path) -
 def test_verify_does_not_take_offloaded_experts_for_wrong(mixtures: Mixtures, tmp_path: Path) -> None:
     family = mixtures("qwen2_moe")
     adapter = describe(family.mixture, family.base, PEFT, r=3, seed=4, attention=False)
-    model = served(family, tmp_path, {"a": adapter})
+    model = served_mixture(family, tmp_path, {"a": adapter})
     assert model.verify("a")
     cpu_offload(model, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r"experts:gate_up_proj: its weights are offloaded"):
@@ -208,3 +208,16 @@ def test_packed_sequences_of_a_model_that_hands_use_cache_on(mixtures: Mixtures)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     out = model(input_ids=torch.cat(family.rows)[None], position_ids=positions, adapter_names=names).logits[0]
     assert max(errors(list(out.split(lengths)), family.truth(names))) < TOLERANCE
+
+
+@torch.no_grad()
+def test_packed_sequences_that_the_base_does_not_tell_apart(mixtures: Mixtures) -> None:
+    """GPT-OSS makes its masks without position_ids: the bare model, too, lets packed sequences see each other."""
+    family, names = mixtures("gpt_oss"), ["whole", None, "other", "whole"]
+    ids, lengths = torch.cat(family.rows)[None], [len(row) for row in family.rows]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    bare = family.base(input_ids=ids, position_ids=positions, use_cache=False).logits[0].split(lengths)
+    assert min(errors(bare[1:], family.truth([None] * 4)[1:])) > FAR  # once it is not so, it need not be refused
+    model = family.model()
+    with pytest.raises(RoutingError, match=r"mask without position_ids.*one row per sequence"):
+        model(input_ids=ids, position_ids=positions, adapter_names=names)
