@@ -30,8 +30,8 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixtures]:
 
 
 @pytest.fixture(scope="session")
-def served(mixtures: Mixtures) -> Callable[[str], tuple[Family, Any]]:
-    """served("mixtral"): (family, a model with its adapters), shared by tests, which leave it as it was."""
+def served_mixture(mixtures: Mixtures) -> Callable[[str], tuple[Family, Any]]:
+    """served_mixture("mixtral"): (family, a model with its adapters), shared by tests, which leave it as it was."""
     made: dict[str, Any] = {}
 
     def get(name: str) -> tuple[Family, Any]:

@@ -49,9 +49,9 @@ def check(model: Any, family: Family, names: Names = NAMES, **settings: Any) -> 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("name", [n for n, m in MIXTURES.items() if m.generates])
-def test_greedy(served: Served, name: str, experts: str) -> None:
+def test_greedy(served_mixture: Served, name: str, experts: str) -> None:
     """With grouped_mm Transformers changes to batched_mm for the decode steps, and back."""
-    family, model = served(name)
+    family, model = served_mixture(name)
     model.set_experts_implementation(experts)
     try:
         check(model, family)
@@ -62,13 +62,13 @@ def test_greedy(served: Served, name: str, experts: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
-def test_other_ways(served: Served, name: str, way: str) -> None:
-    check(served(name)[1], served(name)[0], **WAYS[way])
+def test_other_ways(served_mixture: Served, name: str, way: str) -> None:
+    check(served_mixture(name)[1], served_mixture(name)[0], **WAYS[way])
 
 
-def test_sampling_several_sequences(served: Served) -> None:
+def test_sampling_several_sequences(served_mixture: Served) -> None:
     """Rows of one adapter in all rows: the draws are those of the merged model on the same batch."""
-    family, model = served("qwen3_moe")
+    family, model = served_mixture("qwen3_moe")
     settings = GREEDY | {"do_sample": True, "num_return_sequences": 3, "top_k": 0}
     torch.manual_seed(1)
     got = generated(model, family, ["whole"], **settings)[0]
@@ -77,8 +77,8 @@ def test_sampling_several_sequences(served: Served) -> None:
     assert len({tuple(row.tolist()) for row in got}) > 1
 
 
-def test_one_adapter_for_all_rows_and_the_default(served: Served) -> None:
-    family, model = served("olmoe")
+def test_one_adapter_for_all_rows_and_the_default(served_mixture: Served) -> None:
+    family, model = served_mixture("olmoe")
     inputs = family.inputs()
     want = [family.generated("other", i, **GREEDY) for i in range(4)]
     got = generated(model, family, ["other"] * 4, **GREEDY)
