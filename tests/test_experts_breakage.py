@@ -34,7 +34,7 @@ def all_shared(family: Family, r: int, seed: int) -> experts_adapters.Adapter:
     return replace(made, parts=tuple(replace(part, a=part.a[:1], b=part.b[:1]) for part in made.parts))
 
 
-def served_mixture(family: Family, folder: Path, adapters: Adapters, **settings: Any) -> Any:
+def served(family: Family, folder: Path, adapters: Adapters, **settings: Any) -> Any:
     """A model of the family's base with these adapters."""
     paths = {name: str(write(adapter, family.base, folder / name)) for name, adapter in adapters.items()}
     return MultiLoRAModel.from_pretrained(copy.deepcopy(family.base), paths, **settings)
@@ -81,7 +81,7 @@ def test_shared_b_beside_an_a_of_each_expert(mixtures: Mixtures, name: str, tmp_
         "some": describe(family.mixture, family.base, PACKED, r=2, seed=2, attention=False, shared=True),
         "none": describe(family.mixture, family.base, PEFT, r=3, seed=3, attention=False),
     }
-    model = served_mixture(family, tmp_path, adapters)
+    model = served(family, tmp_path, adapters)
     for names in (["all", "some", None, "none"], ["some", "all"], ["all", "none", "some", "all", None]):
         check_experts(model, family, adapters, names)
     for names in (["all"] * 3, ["some"] * 3, ["none"]):  # one adapter in all rows
@@ -119,7 +119,7 @@ def test_biases_of_which_nothing_is_shared(mixtures: Mixtures, tmp_path: Path) -
 def test_verify_does_not_take_offloaded_experts_for_wrong(mixtures: Mixtures, tmp_path: Path) -> None:
     family = mixtures("qwen2_moe")
     adapter = describe(family.mixture, family.base, PEFT, r=3, seed=4, attention=False)
-    model = served_mixture(family, tmp_path, {"a": adapter})
+    model = served(family, tmp_path, {"a": adapter})
     assert model.verify("a")
     cpu_offload(model, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r"experts:gate_up_proj: its weights are offloaded"):

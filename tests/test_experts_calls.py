@@ -134,12 +134,12 @@ def test_the_base_is_saved_as_it_is(mixtures: Mixtures, tmp_path: Path) -> None:
     family = mixtures("deepseek_v3")
     model = family.model()
     check(family, model)
-    model.save_pretrained(tmp_path / "served_mixture")
+    model.save_pretrained(tmp_path / "served")
     family.base.save_pretrained(tmp_path / "bare")
-    again = type(family.base).from_pretrained(tmp_path / "served_mixture")
+    again = type(family.base).from_pretrained(tmp_path / "served")
     again.set_experts_implementation("eager")
     assert max(errors(logits(again.eval(), family.inputs()), family.truth([None] * 4))) < TOLERANCE
-    configs = [(tmp_path / one / "config.json").read_text() for one in ("served_mixture", "bare")]
+    configs = [(tmp_path / one / "config.json").read_text() for one in ("served", "bare")]
     assert configs[0] == configs[1]
 
 

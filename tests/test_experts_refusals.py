@@ -1,4 +1,4 @@
-"""Experts' adapters that cannot be served_mixture: refused by name when they are loaded, the model as it was before."""
+"""Experts' adapters that cannot be served: refused by name when they are loaded, the model as it was before."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_bad_files(mixtures: Mixtures, what: str, tmp_path: Path) -> None:
 
 
 def test_an_implementation_that_is_not_known(mixtures: Mixtures) -> None:
-    """An error that says what to do, and no base output; base rows and attention are served_mixture as ever."""
+    """An error that says what to do, and no base output; base rows and attention are served as ever."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
     family = mixtures("mixtral")
