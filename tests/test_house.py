@@ -212,3 +212,15 @@ def test_local_traces_are_found(root: str) -> None:
     assert local_traces(f'{{"base_model_name_or_path": "/{root}/model"}}'.encode())
     assert local_traces(b"https://files.python" + b"hosted.org/x.whl")
     assert not local_traces(f"frame/{root}/x and net{root}/ are no absolute paths".encode())
+
+
+def test_no_two_plugins_of_the_tests_share_a_fixture_name() -> None:
+    """pytest brings the fixtures of a plugin into every test module: of one name, the last would stand for both."""
+    sources = {path: (ROOT / path).read_text("utf-8") for path in git_files() if path.startswith("tests/")}
+    named = [line for source in sources.values() for line in re.findall(r"^pytest_plugins = .*", source, re.M)]
+    plugins = {plugin for line in named for plugin in re.findall(r'"(tests\.\w+)"', line)}
+    owners: dict[str, str] = {}
+    for plugin in plugins:
+        for name in re.findall(r"^@pytest\.fixture.*\ndef (\w+)", sources[plugin.replace(".", "/") + ".py"], re.M):
+            assert owners.setdefault(name, plugin) == plugin, f"{name}: in {owners[name]} and {plugin}"
+    assert len(plugins) > 1 and len(owners) > 3
