@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from bisect import bisect_right
@@ -124,6 +125,8 @@ def allowed_sites(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[str
     sites: list[tuple[str, str]] = []  # (as target_modules may name it, site)
     halves: dict[str, str] = {}  # site of gate or up -> that of both
     for name, shape in census.items():
+        if given == "all-linear" and shape.kind in ("experts", "router"):
+            continue  # these may be loaded then, and are planned for where they are named
         if shape.refused is None and shape.experts is not None:
             for projection, own in shape.experts.projections.items():
                 site, whole = site_name(name, projection), site_name(name, own.parameter)
@@ -140,11 +143,13 @@ def allowed_sites(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[str
         raise ValueError(f"target_modules must be a regular expression, got {given!r}: {error}") from error
     wanted: Iterable[str] = [] if given is None or isinstance(given, str) else given
     absent = [target for target in wanted if not any(covers([target], name) for name, _ in found)]
+    ends = dict.fromkeys(name.rpartition(".")[2] for name, _ in sites)
+    close = [near for target in absent for near in difflib.get_close_matches(target.rpartition(".")[2], ends, n=2)]
     if absent or not found:
         raise ValueError(
-            f"target_modules must name linears or embeddings of the base that adapters may train, got "
-            f"{listed(absent) or repr(given)}; the base has e.g. "
-            f"{listed(dict.fromkeys(name.rpartition('.')[2] for name, _ in sites))}"
+            f"target_modules must name linears, embeddings, routers or experts' parameters of the base that adapters "
+            f"may train, got {listed(absent) or repr(given)}; the base has e.g. "
+            f"{listed(dict.fromkeys([*close, *ends]))}"
         )
     allowed = dict.fromkeys(site for _, site in found)
     return [site for site in allowed if halves.get(site) not in allowed]

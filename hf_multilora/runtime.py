@@ -71,12 +71,14 @@ class Runtime(Residency):
         }
 
     def _targets(self) -> Sequence[str] | str | None:
-        """The setting, with PEFT's "all-linear" as the linears of this base except its output head."""
+        """The setting, with PEFT's "all-linear" as the linears of this base except its output head, and experts and
+        routers, which were linears for Transformers 4 and which PEFT still takes for such in some models."""
         if self.config.target_modules != "all-linear":
             return self.config.target_modules
         model: Any = self.model
         head = model.get_output_embeddings()
-        linears = [name for name, shape in self.census().items() if shape.kind == "linear"]
+        kinds = ("linear", "experts", "router")
+        linears = [name for name, shape in self.census().items() if shape.kind in kinds]
         return [name for name in linears if head is None or model.get_submodule(name) is not head]
 
     # -- adapters --------------------------------------------------------------------------------------------

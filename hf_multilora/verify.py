@@ -29,6 +29,7 @@ class VerifyReport:
 
     difference: the adapter's rows against the merged model. base_difference: base rows of the same batch against the
     bare model. effect: the merged model against the bare one. where: the first module whose output differs, if any.
+    routed: the model chooses experts by scores in half precision, where rounding may choose others.
     """
 
     adapter: str
@@ -38,16 +39,20 @@ class VerifyReport:
     effect: float
     tolerance: float
     where: str | None
+    routed: bool = False
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
-        verdict = "equals" if self.ok else f"DIFFERS (first in {self.where}) from"
+        first = "" if self.where is None else f" (first in {self.where})"
+        verdict = "equals" if self.ok else f"DIFFERS{first} from"
+        unsure = "; rounding may have chosen other experts for some tokens: load the base in float32 to know"
         return (
             f"adapter {self.adapter!r} {verdict} the merged model: difference {self.difference:.1e}, base rows "
             f"{self.base_difference:.1e}, tolerance {self.tolerance:.0e}, effect {self.effect:.1e}"
             + (" (within the tolerance, so this dtype cannot tell)" if self.effect <= self.tolerance else "")
+            + (unsure if self.routed and not self.ok else "")
         )
 
 
@@ -88,7 +93,9 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
     where = next((m for m, gap in gaps if not gap <= tolerance), None)
     ok = difference <= tolerance and base_difference <= tolerance
     effect = _gap(merged, base) if merged.shape == base.shape else math.inf
-    return VerifyReport(name, ok, difference, base_difference, effect, tolerance, None if ok else where)
+    chooses = any(shape.kind in ("experts", "router") for shape in runtime.census().values())
+    routed = chooses and merged.dtype in (torch.float16, torch.bfloat16)
+    return VerifyReport(name, ok, difference, base_difference, effect, tolerance, None if ok else where, routed)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from hf_multilora.formats.experts_stack import (
     shared,
     sites_of,
 )
-from hf_multilora.formats.keys import ParsedKey, covers
+from hf_multilora.formats.keys import ParsedKey, covers, shown
 from hf_multilora.formats.reading import Reading
 
 
@@ -206,7 +206,7 @@ def _rank(
     if count > 1 and rows == b.shape[1] and rows % r == 0 and rows != r * count:
         raise place.error(
             f"lora_A {shape_of(a)} holds {rows // r} experts of rank {r} (r, rank_pattern), but the base has {count} "
-            f"experts: the adapter belongs to another base"
+            f"experts: the adapter belongs to another base, or r is not what it was trained with"
         )
     if count > 1 and rows == b.shape[1] and rows == r * count:
         rows = r
@@ -224,7 +224,7 @@ def _require_allowed(reading: Reading, pair: Pair, limits: Limits) -> None:
     names = (pair.module, f"{pair.module}.{parameter}", f"{pair.module}.{pair.projection}", *pair.names)
     if not any(covers(limits.target_modules, name) for name in names):
         raise reading.place(pair.a, pair.site).error(
-            f"the adapter trained it, but target_modules={limits.target_modules!r} does not allow it here; widen "
+            f"the adapter trained it, but target_modules={shown(limits.target_modules)} does not allow it here; widen "
             f"target_modules (by {pair.module}.{parameter} or its end) or leave this adapter out"
         )
 

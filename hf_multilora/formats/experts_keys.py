@@ -194,9 +194,9 @@ def _nested(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKe
     chosen = [n for n in shape.parameters if any(settings.targets_parameter(f"{name}.{n}") for name in names)]
     if chosen and depths != list(reversed(range(len(chosen)))):
         raise reading.place(outer, module).error(
-            f"target_parameters names {', '.join(chosen)} of it, so the file must hold {len(chosen)} pairs of lora_A "
-            f"and lora_B one inside another (base_layer), but it holds {_shown(reading, by_depth)}; use the "
-            f"adapter_config.json it was saved with"
+            f"target_parameters names {', '.join(chosen)} of it{_absent(reading)}, so the file must hold {len(chosen)} "
+            f"pairs of lora_A and lora_B one inside another (base_layer), but it holds {_shown(reading, by_depth)}; use "
+            f"the adapter_config.json it was saved with"
         )
     if not chosen:
         chosen = _by_shape(reading, module, by_depth)
@@ -210,6 +210,14 @@ def _nested(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKe
         Pair(module, n, None, True, *by_depth[depth], tuple(f"{name}.{n}" for name in names))
         for depth, n in zip(depths, chosen, strict=True)
     ]
+
+
+def _absent(reading: Reading) -> str:
+    """What `target_parameters` names beside, and no module of the base has."""
+    known = [f"{module}.{own}" for module, shape in reading.modules.items() for own in shape.own]
+    ends = reading.settings.target_parameters
+    absent = [t for t in ends if not any(name == t or name.endswith(f".{t}") for name in known)]
+    return f" (and {', '.join(absent)}, which the base lacks)" if absent else ""
 
 
 def _by_shape(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKey, ParsedKey]]) -> list[str]:

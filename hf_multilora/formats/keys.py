@@ -30,6 +30,11 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
+def shown(target_modules: str | Sequence[str]) -> str:
+    """A setting in an error: all-linear may be thousands of names."""
+    return repr(target_modules) if isinstance(target_modules, str) else f"[{listed(target_modules)}]"
+
+
 @dataclass(frozen=True)
 class ParsedKey:
     """One key of an adapter file.

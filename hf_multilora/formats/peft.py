@@ -18,7 +18,7 @@ from hf_multilora.formats.experts import Limits, read_experts
 from hf_multilora.formats.experts_keys import locate_experts
 from hf_multilora.formats.experts_refusals import refuse_saved_experts, weight_is_target
 from hf_multilora.formats.files import file_digest, locate, memory_digest, open_tensors, parse_config, with_labels
-from hf_multilora.formats.keys import NameResolver, ParsedKey, covers, listed, parse_key
+from hf_multilora.formats.keys import NameResolver, ParsedKey, covers, listed, parse_key, shown
 from hf_multilora.formats.labels import own_heads, parse_labels
 from hf_multilora.formats.reading import Reading
 from hf_multilora.formats.saved import saved_modules
@@ -257,7 +257,7 @@ class _Reader:
                 check_factor(place, p, self._modules[module], tensor)
             if self._target_modules is not None and not covers(self._target_modules, module):
                 raise Place(self._source, key_a.key, module).error(
-                    f"the adapter trained it, but target_modules={self._target_modules!r} does not allow it here; "
+                    f"the adapter trained it, but target_modules={shown(self._target_modules)} does not allow it here; "
                     f"widen target_modules or leave this adapter out"
                 )
         place = Place(self._source, key_a.key, targets[0])
