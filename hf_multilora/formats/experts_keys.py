@@ -195,8 +195,8 @@ def _nested(reading: Reading, module: str, by_depth: Mapping[int, tuple[ParsedKe
     if chosen and depths != list(reversed(range(len(chosen)))):
         raise reading.place(outer, module).error(
             f"target_parameters names {', '.join(chosen)} of it{_absent(reading)}, so the file must hold {len(chosen)} "
-            f"pairs of lora_A and lora_B one inside another (base_layer), but it holds {_shown(reading, by_depth)}; use "
-            f"the adapter_config.json it was saved with"
+            f"pairs of lora_A and lora_B one inside another (base_layer), but it holds {_shown(reading, by_depth)}; "
+            f"use the adapter_config.json it was saved with"
         )
     if not chosen:
         chosen = _by_shape(reading, module, by_depth)
