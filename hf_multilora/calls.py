@@ -119,8 +119,14 @@ def _require_apart(model: Any, arguments: Mapping[str, Any]) -> None:
         cached.append("use_cache=True")
     flash = "flash" in (getattr(model.config, "_attn_implementation", None) or "")
     restarts = segments({"position_ids": arguments.get("position_ids")})
+    classes: set[type] = {type(module) for module in model.modules()}
+    carrying = sorted(cls.__name__ for cls in classes if _carries_state(cls))
+    if carrying and arguments.get("seq_idx") is None:
+        raise RoutingError(
+            f"{', '.join(carrying)} carries a state along the row, from one sequence packed into it to the next: pass one "
+            f"row per sequence (or seq_idx, where the base's kernels take it)"
+        )
     if not (own or flash):
-        classes: set[type] = {type(module) for module in model.modules()}
         told = {_positions_in_mask(cls) for cls in classes}
         if told >= {False} and True not in told:
             raise RoutingError(
@@ -137,6 +143,20 @@ def _require_apart(model: Any, arguments: Mapping[str, Any]) -> None:
             f"sequences packed into one row must not see each other: pass position_ids that restart at 0, no "
             f"attention_mask (or one [1, 1, T, T]) and no cache, got {', '.join(wrong)}"
         )
+
+
+# names of what such layers keep, or of the scans they run
+CARRIES = r"conv_state|recurrent_state|ssm_state|selective_scan|delta_rule|attn_weights_inter|rwkv_linear_attention"
+
+
+@functools.cache
+def _carries_state(cls: type) -> bool:
+    """Whether the class is a recurrent or convolutional layer over the tokens of a row, by its source."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return False
+    return re.search(CARRIES, source) is not None
 
 
 @functools.cache
