@@ -123,8 +123,8 @@ def _require_apart(model: Any, arguments: Mapping[str, Any]) -> None:
     carrying = sorted(cls.__name__ for cls in classes if _carries_state(cls))
     if carrying and arguments.get("seq_idx") is None:
         raise RoutingError(
-            f"{', '.join(carrying)} carries a state along the row, from one sequence packed into it to the next: pass one "
-            f"row per sequence (or seq_idx, where the base's kernels take it)"
+            f"{', '.join(carrying)} carries a state along the row, from one sequence packed into it to the next: pass "
+            f"one row per sequence (or seq_idx, where the base's kernels take it)"
         )
     if not (own or flash):
         told = {_positions_in_mask(cls) for cls in classes}
