@@ -153,7 +153,7 @@ class AdapterStore:
             pins = self.pins & self.slots.keys() if before_pins else self.pins
             room = self.max_loras - len((stay | pins).difference(new))
             if len(new) > max(room, 0):
-                fit = len(wanted) - len(new) + room
+                fit = max(len(wanted) - len(new) + room, 0)
                 raise CapacityError(
                     f"{len(wanted)} distinct adapters must fit in {fit} free slots (max_loras={self.max_loras}, the "
                     f"rest is pinned, in use or the default); raise max_loras to {self.max_loras + len(new) - room}"
