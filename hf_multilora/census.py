@@ -49,7 +49,7 @@ def take_census(model: nn.Module, facts: Facts) -> dict[str, ModuleShape]:
             holder = module if shape.kind == "other" else around
             reason = f"{type(holder).__name__} is outside Transformers' experts interface"
         if reason is None and shape.kind in ("router", "experts"):
-            reason = _kernelized(module, around)
+            reason = kernelized(module, around)
         parent: type = type(around)
         by_name = reason is None and shape.kind not in ("router", "experts")
         if by_name and _reads_weight(parent, own, even_if_called=shape.kind == "other"):
@@ -184,7 +184,7 @@ def is_trained_copy(module: Any) -> bool:
     )
 
 
-def _kernelized(*modules: nn.Module) -> str | None:
+def kernelized(*modules: nn.Module) -> str | None:
     """Why experts or a router cannot be followed inside these modules: one got the forward of another class, as kernels
     of the Hub do (use_kernels), and such a forward reads the weights itself."""
     for module in modules:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .census import kernelized
 from .config import MultiLoRAConfig
 from .formats import A_ONE, B_ONE, LORA, Adapter, is_lora, split_half, split_site
 from .host import HostAdapter, host_budget, out_of_memory, pack
@@ -50,15 +51,21 @@ class Residency(Sites):
             site.use(backends[where])
 
     def settle(self, slots: Collection[int]) -> None:
-        """Before a request with these slots. Raises RuntimeError where its rows would lose a replaced module."""
+        """Before a request with these slots. Raises RuntimeError where its rows would lose a module that was replaced,
+        or is no longer called."""
         self.equip(slots)
         for name, (module, site) in self.sites.items():
             if isinstance(site, ModuleSlots):
                 prepare(module, site)
             elif not site.looked:
                 site.look()
-            if not self._in_place(name) and not site.rows.spans.keys().isdisjoint(slots):
+            if site.rows.spans.keys().isdisjoint(slots):
+                continue
+            if not self._in_place(name):
                 raise self._replaced(name)
+            why = kernelized(module, self.parents[name][0]) if site.kind in ("router", "experts") else None
+            if why is not None:
+                raise RuntimeError(f"{split_site(name)[0]} must be called where adapters train it, but {why}")
         if self.routing.captured_at not in (None, self.routing.moves):
             self.routing.captured_at = None
             logger.warning(

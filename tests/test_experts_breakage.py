@@ -173,6 +173,11 @@ def test_a_block_with_the_forward_of_a_kernel(mixtures: Mixtures) -> None:
         block.forward = MethodType(type(block).forward, block)  # what it is set to where no kernel fits
         model = MultiLoRAModel.from_pretrained(base, {"whole": family.path("whole")})
         assert max(errors(logits(model, family.inputs(1), ["whole"]), family.truth(["whole"]))) < TOLERANCE
+        block.forward = MethodType(MegaBlocks.forward, block)  # kernels that came later
+        with pytest.raises(RuntimeError, match=r"must be called where adapters train it, but .* forward of a kernel"):
+            logits(model, family.inputs(1), ["whole"])
+        del block.forward
+        assert max(errors(logits(model, family.inputs(1), ["whole"]), family.truth(["whole"]))) < TOLERANCE
 
 
 def test_pools_of_a_layout_that_nobody_uses_any_more(mixtures: Mixtures, tmp_path: Path) -> None:
