@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from .entry import bind, parameter_names, prompts_of, rows_of, segments
 from .heads import require_base_labels, require_widths
 from .routing import RoutingError
 from .runtime import Runtime
+from .sources import source_of
 
 logger = logging.get_logger(__name__)
 # **kwargs of a forward would swallow these, and the rows get the base
@@ -152,21 +152,13 @@ CARRIES = r"conv_state|recurrent_state|ssm_state|selective_scan|delta_rule|attn_
 @functools.cache
 def _carries_state(cls: type) -> bool:
     """Whether the class is a recurrent or convolutional layer over the tokens of a row, by its source."""
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        return False
-    return re.search(CARRIES, source) is not None
+    return re.search(CARRIES, source_of(cls)) is not None
 
 
 @functools.cache
 def _positions_in_mask(cls: type) -> bool | None:
-    """Whether the class's forward gives position_ids to Transformers' masks, None where it makes no mask with them."""
-    try:
-        source = inspect.getsource(cls.forward)  # type: ignore[attr-defined]
-    except (OSError, TypeError):
-        return None
-    made = re.findall(r"(?:mask_kwargs = \{|create_\w*mask\()(?!\*\*)(.*?)\n\s*[})]", source, re.DOTALL)
+    """Whether the class gives position_ids to Transformers' masks, None where it makes no mask with them."""
+    made = re.findall(r"(?:mask_kwargs = \{|create_\w*mask\()(?!\*\*)(.*?)\n\s*[})]", source_of(cls), re.DOTALL)
     return any("position_ids" in arguments for arguments in made) if made else None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +14,7 @@ from .formats import ModuleShape
 from .moe import experts_of, router_of
 from .patches.experts import GATHERING, PARTIAL
 from .patches.facts import Facts, configs_in
+from .sources import source_of
 
 LINEAR_NAMES = ("Conv1D",)  # transformers.pytorch_utils.Conv1D: weight [in, out]
 OWN_WEIGHT_USE = ("NonDynamicallyQuantizableLinear",)  # nn.MultiheadAttention reads its weight and never calls it
@@ -136,20 +135,11 @@ def _reads_weight(parent: type, child: str, even_if_called: bool) -> bool:
 
     even_if_called: whether it reads it at all, as a convolution's in a step with a cache.
     """
-    source, path = _source(parent), rf"self\.{re.escape(child)}"
+    source, path = source_of(parent), rf"self\.{re.escape(child)}"
     harmless = r"\.(dtype|device|shape|data|requires_grad|size|ndim)\b|\s*=[^=]"
     if re.search(rf"(?<!Parameters\(){path}\.weight\b(?!{harmless})", source) is None:
         return False
     return even_if_called or re.search(rf"{path}\(", source) is None
-
-
-@functools.cache
-def _source(cls: type) -> str:
-    """Empty where there is none: nothing can be read from it."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
 
 
 def _modules(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:

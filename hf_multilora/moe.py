@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
 from torch import Tensor, nn
 
 from .formats import ExpertsShape, ModuleShape, Projection
+from .patches.experts import PARAMETERS, REFUSED, Held
+from .sources import source_of
 
 ROUTER = re.compile(r"Router|TopK|Gate")
 # what a router's forward does with its weight; other uses cannot be followed
 LINEAR_USE = re.compile(r"linear\([^#]{0,200}self\.weight|super\(\)\.forward\(")
 # the attributes that Transformers' decorator gives to a class of its experts interface
 INTERFACE = ("config", "has_gate", "has_bias", "is_transposed", "num_experts")
-# Experts outside that interface: class -> (their parameters, whether these are [experts, in, out])
-OUTSIDE = {
-    "Llama4TextExperts": (("gate_up_proj", "down_proj"), True),
-    "JetMoeParallelExperts": (("weight",), False),
-    "Step3p7Experts": (("gate_up_proj", "down_proj"), False),
-}
-REFUSED = {
-    "DbrxExpertGLU": "PEFT trains no such adapter, since DbrxExperts reads the weights of the module that PEFT wraps"
-}
 
 
 def experts_of(module: Any) -> ModuleShape | None:
     """The shape of a module that holds the weights of many experts and can be followed, None for any other."""
     if type(module).__name__ in REFUSED:
         return ModuleShape("experts", refused=REFUSED[type(module).__name__])
-    if type(module).__name__ in OUTSIDE:
-        return _outside(module, *OUTSIDE[type(module).__name__])
+    if type(module).__name__ in PARAMETERS:
+        return _outside(module, PARAMETERS[type(module).__name__])
     if not hasattr(type(module).forward, "__wrapped__") or not all(hasattr(module, name) for name in INTERFACE):
         return None
     first = "gate_up_proj" if module.has_gate else "up_proj"
@@ -62,17 +54,17 @@ def _halves(both: Projection) -> dict[str, Projection]:
     }
 
 
-def _outside(module: nn.Module, names: tuple[str, ...], transposed: bool) -> ModuleShape:
+def _outside(module: nn.Module, held: Held) -> ModuleShape:
     projections = dict[str, Projection]()
-    for name in names:
+    for name in held.parameters:
         tensor = module._parameters.get(name)
         if not isinstance(tensor, Tensor) or tensor.dim() != 3 or not tensor.is_floating_point():
             return ModuleShape("experts", refused=f"its {name} is no plain parameter with one entry per expert")
         count, out, inner = tensor.shape
-        projections[name] = Projection(name, out, inner) if transposed else Projection(name, inner, out)
+        projections[name] = Projection(name, out, inner) if held.transposed else Projection(name, inner, out)
     if "gate_up_proj" in projections:
         projections |= _halves(projections["gate_up_proj"])
-    shape = ExpertsShape(count, projections, tuple(module._parameters), transposed, told=False)
+    shape = ExpertsShape(count, projections, tuple(module._parameters), held.transposed, told=False)
     return ModuleShape("experts", experts=shape)
 
 
@@ -97,9 +89,9 @@ def router_of(module: nn.Module) -> ModuleShape | None:
     weight = module._parameters.get("weight")
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         return None
-    try:
-        source = inspect.getsource(type(module).forward)
-    except (OSError, TypeError):
-        source = ""
-    refused = None if LINEAR_USE.search(source) else f"the forward of {type(module).__name__} cannot be followed"
+    refused = (
+        None
+        if LINEAR_USE.search(source_of(type(module)))
+        else f"the forward of {type(module).__name__} cannot be followed"
+    )
     return ModuleShape("router", weight.shape[1], weight.shape[0], refused, weight=weight)

@@ -155,10 +155,13 @@ def allowed_sites(probe: Runtime, census: Mapping[str, ModuleShape]) -> list[str
     return [site for site in allowed if halves.get(site) not in allowed]
 
 
-def _allowed(targets: Sequence[str] | str, site: str) -> bool:
-    """Whether target_modules covers the module of a LoRA site, or its projection of experts."""
+def _allowed(targets: Sequence[str] | str, site: str, census: Mapping[str, ModuleShape]) -> bool:
+    """Whether target_modules covers the module of a LoRA site, or its projection or parameter of experts."""
     path, role = split_site(site)
-    names = [path] if role == LORA else [path, f"{path}.{split_half(role)[0]}", f"{path}.gate_up_proj"]
+    names, shape = [path], census[path].experts
+    if role != LORA and shape is not None:
+        projection = split_half(role)[0]
+        names += [f"{path}.{projection}", f"{path}.{shape.projections[projection].parameter}"]
     return any(covers(targets, name) for name in names)
 
 
@@ -189,13 +192,13 @@ def _own(model: Any) -> list[Entry]:
 def _registered_bytes(entry: Entry, runtime: Runtime, probe: Runtime) -> int:
     """Host bytes of a registered adapter under the settings of the plan, which it must satisfy."""
     bound, targets = probe.config.max_lora_rank, probe.reading()["target_modules"]
-    lora = [site for site in entry.ranks if is_lora(site)]
+    lora, census = [site for site in entry.ranks if is_lora(site)], probe.census()
     if bound is not None and entry.max_rank > bound:
         raise AdapterError(
             f"adapter {entry.name!r}: rank must be at most {bound} (max_lora_rank), got {entry.max_rank}; raise "
             f"max_lora_rank"
         )
-    outside = [site for site in lora if targets is not None and not _allowed(targets, site)]
+    outside = [site for site in lora if targets is not None and not _allowed(targets, site, census)]
     if outside:
         raise AdapterError(
             f"adapter {entry.name!r} trained {listed(outside)}, but target_modules={targets!r} does not allow that "

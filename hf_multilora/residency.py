@@ -63,7 +63,7 @@ class Residency(Sites):
                 continue
             if not self._in_place(name):
                 raise self._replaced(name)
-            why = kernelized(module, self.parents[name][0]) if site.kind in ("router", "experts") else None
+            why = kernelized(module, self.parents[name][0]) if site.kind == "router" or site.role == "experts" else None
             if why is not None:
                 raise RuntimeError(f"{split_site(name)[0]} must be called where adapters train it, but {why}")
         if self.routing.captured_at not in (None, self.routing.moves):

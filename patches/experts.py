@@ -5,13 +5,33 @@ Read from the classes' sources, which are the same in Transformers 5.17 to 5.24.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
-# Experts that hold all weights in parameters of their own -> how they multiply.
-# stacked: `torch.bmm` of [E, T, in], every expert with all tokens, and the parameter [E, in, out]
-# sorted: pairs come sorted by expert, with the number of each expert's as a list that the module `router` beside gives
-# looped: one expert after another gathers its tokens (`hidden_states[tokens]`) and multiplies them by `F.linear`
-PARAMETERS = {"Llama4TextExperts": "stacked", "JetMoeParallelExperts": "sorted", "Step3p7Experts": "looped"}
+
+@dataclass(frozen=True)
+class Held:
+    """Experts that hold all weights in parameters of their own, [experts, out, in] or transposed.
+
+    multiplies: "stacked": `torch.bmm` of [E, T, in], every expert with all tokens, and the parameter [E, in, out];
+    "sorted": pairs come sorted by expert, with the number of each expert's as a list that the module `router` beside
+    gives; "looped": one expert after another gathers its tokens (`hidden_states[tokens]`), for `F.linear`.
+    """
+
+    multiplies: str
+    parameters: tuple[str, ...]
+    transposed: bool = False
+
+
+PARAMETERS = {
+    "Llama4TextExperts": Held("stacked", ("gate_up_proj", "down_proj"), transposed=True),
+    "JetMoeParallelExperts": Held("sorted", ("weight",)),
+    "Step3p7Experts": Held("looped", ("gate_up_proj", "down_proj")),
+}
+REFUSED = {
+    "DbrxExpertGLU": "PEFT trains no such adapter, since DbrxExperts reads the weights of the module that PEFT wraps"
+}
 
 # Experts that are modules of linears: the class that holds them takes tokens [T, H] first, and gathers those of one
 # expert (`hidden_states[None, tokens]`) right before it calls that expert
@@ -29,6 +49,7 @@ def teller_of(model: nn.Module, path: str) -> tuple[str, nn.Module] | None:
         holder = model.get_submodule(outer)
         if type(holder).__name__ in GATHERING:
             return outer, holder
-        if n == len(parts) - 1 and PARAMETERS.get(type(model.get_submodule(path)).__name__) == "sorted":
+        held = PARAMETERS.get(type(model.get_submodule(path)).__name__)
+        if n == len(parts) - 1 and held is not None and held.multiplies == "sorted":
             return f"{outer}.router", holder.get_submodule("router")
     return None

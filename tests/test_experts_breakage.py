@@ -216,25 +216,21 @@ def test_packed_sequences_of_a_model_that_hands_use_cache_on(mixtures: Mixtures)
 
 
 @torch.no_grad()
-def test_packed_sequences_on_layers_that_carry_a_state(mixtures: Mixtures) -> None:
-    """Jamba's Mamba layers go on from one packed sequence to the next, also in the bare model."""
-    family, names = mixtures("jamba"), ["whole", None, "other", "whole"]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt_oss", r"mask without position_ids.*one row per sequence"),
+        ("jamba", r"JambaMambaMixer carries a state along the row.*one row per sequence"),
+    ],
+)
+def test_packed_sequences_that_the_base_does_not_tell_apart(mixtures: Mixtures, name: str, said: str) -> None:
+    """GPT-OSS makes its masks without position_ids, and Jamba's Mamba layers go on from one sequence to the next: the
+    bare models, too, let packed sequences see each other."""
+    family, names = mixtures(name), ["whole", None, "other", "whole"]
     ids, lengths = torch.cat(family.rows)[None], [len(row) for row in family.rows]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     bare = family.base(input_ids=ids, position_ids=positions, use_cache=False).logits[0].split(lengths)
     assert min(errors(bare[1:], family.truth([None] * 4)[1:])) > FAR  # once it is not so, it need not be refused
     model = family.model()
-    with pytest.raises(RoutingError, match=r"JambaMambaMixer carries a state along the row.*one row per sequence"):
-        model(input_ids=ids, position_ids=positions, adapter_names=names)
-
-
-def test_packed_sequences_that_the_base_does_not_tell_apart(mixtures: Mixtures) -> None:
-    """GPT-OSS makes its masks without position_ids: the bare model, too, lets packed sequences see each other."""
-    family, names = mixtures("gpt_oss"), ["whole", None, "other", "whole"]
-    ids, lengths = torch.cat(family.rows)[None], [len(row) for row in family.rows]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    bare = family.base(input_ids=ids, position_ids=positions, use_cache=False).logits[0].split(lengths)
-    assert min(errors(bare[1:], family.truth([None] * 4)[1:])) > FAR  # once it is not so, it need not be refused
-    model = family.model()
-    with pytest.raises(RoutingError, match=r"mask without position_ids.*one row per sequence"):
+    with pytest.raises(RoutingError, match=said):
         model(input_ids=ids, position_ids=positions, adapter_names=names)

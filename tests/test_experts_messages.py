@@ -57,6 +57,14 @@ def test_all_linear_lets_experts_in_and_plans_without_them(base: Any, folder: Pa
         MultiLoRAModel.from_pretrained(copy.deepcopy(base), {"a": str(folder)}, target_modules=["q_proj"])
 
 
+def test_a_plan_refuses_the_registered_adapter_that_loading_would(base: Any, folder: Path) -> None:
+    """Each projection that it trains must be allowed, not one of them."""
+    model = MultiLoRAModel.from_pretrained(copy.deepcopy(base), {"a": str(folder)})
+    assert MultiLoRAModel.plan(model, target_modules=["gate_up_proj", "experts.down_proj"]).expert_bytes > 0
+    with pytest.raises(AdapterError, match=r"'a' trained .*experts:down_proj.* does not allow that"):
+        MultiLoRAModel.plan(model, target_modules=["experts.gate_up_proj"])
+
+
 def test_a_plan_names_what_is_near(base: Any) -> None:
     with pytest.raises(
         ValueError,

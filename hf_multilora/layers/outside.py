@@ -25,7 +25,8 @@ Call = Callable[..., Any]
 
 def layer_kind(module: nn.Module, kind: str) -> str:
     """The kind of layer that adapts a module of this kind in the census."""
-    return PARAMETERS.get(type(module).__name__, kind)
+    held = PARAMETERS.get(type(module).__name__)
+    return kind if held is None else held.multiplies
 
 
 @dataclass(eq=False)
