@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import logging
 
 from .census import kernelized
 from .config import MultiLoRAConfig
-from .formats import A_ONE, B_ONE, LORA, Adapter, is_lora, split_half, split_site
-from .host import HostAdapter, host_budget, out_of_memory, pack
+from .filling import Filling
+from .formats import split_site
+from .host import host_budget
 from .kernels.backends import Backend, choose
-from .layers import ExpertSlots, ModuleSlots, SlotRows
+from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
-from .layers.rows import Pool, home_of, own_tensor
-from .moe import experts_of
 from .patches.facts import Facts
-from .pool import Layout, bucket, pool_rows
-from .sites import Sites
-from .staging import Staging
-from .store import AdapterStore, CapacityError
+from .pool import Layout, bucket
+from .store import AdapterStore
 
 logger = logging.get_logger(__name__)
 
 
-class Residency(Sites):
+class Residency(Filling):
     """What is in the slots of the adapted modules, and the store that decides it."""
 
     def __init__(self, model: nn.Module, config: MultiLoRAConfig, facts: Facts) -> None:
         super().__init__(model, config, facts)
         self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
-        self.staging: dict[torch.device, Staging] = {}  # kept, as large as the largest adapter
-        self._stale = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"staging": {}, "_stale": True}
 
     def equip(self, slots: Collection[int]) -> None:
         """Modules where one of these slots has rows get their backend. Raises KernelError where it cannot be had."""
@@ -72,150 +64,6 @@ class Residency(Sites):
                 "adapters were moved in memory or pools grew since a CUDA graph was captured on this model: capture it "
                 "again. With max_lora_rank given, pools have their full size from the start"
             )
-
-    def capacities(self) -> dict[str, int]:
-        """Rank rows that the pools of all modules should have: one pass over the adapters."""
-        ranks: dict[str, list[int]] = {name: [] for name in self.sites}
-        for entry in self.store.catalogue:
-            for name, r in entry.ranks.items():
-                ranks[name].append(r)
-        return {name: self.rows_for(name, found, self.config.max_loras) for name, found in ranks.items()}
-
-    def rows_for(self, site: str, ranks: Iterable[int], slots: int) -> int:
-        """Rank rows that the pool of a site should have, from the ranks of the adapters there."""
-        role, most = split_site(site)[1], self.config.max_lora_rank
-        if role == LORA:
-            return pool_rows(ranks, slots, most)
-        if not is_lora(site) or most is None:
-            return pool_rows(ranks, slots, None, SlotRows.unit)
-        shape = experts_of(self.module_of(site))
-        assert shape is not None and shape.experts is not None
-        return slots * most * (1 if split_half(role)[1] in (A_ONE, B_ONE) else shape.experts.count)
-
-    # -- the store's device ----------------------------------------------------------------------------------
-    def pack(self, adapter: Adapter) -> HostAdapter:
-        """The adapter in host memory, page-locked where it goes to a CUDA device. Raises as `host.pack` does."""
-        names = self.first_sites(adapter.factors)
-        host = pack(adapter, names, {name: self.dtype_of(name) for name in names.values()})
-        if any(home_of(self.module_of(name)).type == "cuda" for name in names.values()):
-            host.pin()
-        return host
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def fill(self, slot: int, host: HostAdapter) -> None:
-        """Replace what is in a slot by an adapter: per device one copy and one scatter, which are done on return.
-
-        Rows of the same rank stay where they are. After an error pools are what they were, and the caller empties the
-        slot. Raises CapacityError where the memory of a device runs out.
-        """
-        for staging in self.staging.values():
-            staging.begin(host)  # runs beside all that follows
-        grown: list[tuple[SlotRows, Pool]] = []
-        try:
-            ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
-            kept = {name for name, r in ranks.items() if self._stays(name, slot, r, host.parts.get(name))}
-            self._wipe(slot, kept)
-            if len(kept) < len(ranks):
-                self._stale = True
-                self._make_room({name: r for name, r in ranks.items() if name not in kept}, grown)
-            homes: dict[torch.device, list[str]] = {}
-            for name in ranks:
-                homes.setdefault(self.sites[name][1].a.device, []).append(name)
-            for device, names in homes.items():
-                if device.type == "cuda":
-                    host.pin()
-                try:
-                    staging = self.staging.get(device) or self.staging.setdefault(device, Staging(device))
-                    sources, targets = staging.take(host, names), list[Tensor]()
-                    for name in names:
-                        site = self.sites[name][1]
-                        placed = name in kept
-                        targets += site.tenant(slot) if placed else site.place(slot, ranks[name], host.parts.get(name))
-                    torch._foreach_copy_(targets, sources)
-                except RuntimeError as error:
-                    self._require_room("the copy of its factors", host.nbytes, device, error)
-                    raise
-        except BaseException:
-            for slots, pool in grown:
-                slots.restore(pool)
-            raise
-        finally:
-            for device in self.staging:
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
-
-    def _stays(self, name: str, slot: int, r: int, parts: tuple[int, ...] | None) -> bool:
-        """Whether the slot has r rank rows in this module already, and each expert its part of them, where the module
-        computes and in its dtype."""
-        module, slots = self.sites[name]
-        span, tensor = slots.rows.spans.get(slot), own_tensor(module)
-        return (
-            span is not None
-            and span[1] == r
-            and slots.parts.get(slot) == parts
-            and tensor is not None
-            and tensor.device == slots.a.device
-            and slots.a.dtype == (slots.fixed_dtype or tensor.dtype)
-            and "_hf_hook" not in module.__dict__
-        )
-
-    def _make_room(self, ranks: Mapping[str, int], grown: list[tuple[SlotRows, Pool]]) -> None:
-        """Let pools grow until these modules have so many more rank rows; what they were goes to `grown`."""
-        needs = {name: self.sites[name][1].rows.used + r for name, r in ranks.items()}
-        small = {name for name, need in needs.items() if need > self.sites[name][1].rows.capacity}
-        planned = self.capacities() if small else {}
-        if small and self.routing.captured_at is None:
-            self._free_experts()
-        for name, need in needs.items():
-            module, slots = self.sites[name]
-            device, dtype = home_of(module), self.dtype_of(name)
-            rows = max(need, planned[name]) if name in small else need
-            try:
-                pool = slots.reserve(rows, device, dtype)
-            except RuntimeError as error:
-                size = rows * slots.row_bytes(dtype)
-                self._require_room(f"{name}'s pool of {rows} rank rows", size, device, error)
-                raise
-            if pool is not None:
-                grown.append((slots, pool))
-
-    def _free_experts(self) -> None:
-        """Free the pools of experts that no registered adapter trains any more: adapters of another layout have sites
-        of their own, and these pools are the largest."""
-        trained = {name for entry in self.store.catalogue for name in entry.ranks}
-        for name, (_, slots) in self.sites.items():
-            if isinstance(slots, ExpertSlots) and name not in trained and not slots.rows.spans:
-                slots.free()
-
-    def _require_room(self, what: str, size: int, device: torch.device, error: RuntimeError) -> None:
-        """Raises CapacityError where memory ran out."""
-        if not out_of_memory(error):
-            return
-        rows, total = self.capacities(), 0
-        for name, (_, slots) in self.sites.items():
-            total += rows[name] * slots.row_bytes(self.dtype_of(name))
-        free = f", which has {torch.cuda.mem_get_info(device)[0]} free" if device.type == "cuda" else ""
-        raise CapacityError(
-            f"{what} needs {size} bytes on {device}{free}; the pools of all {len(rows)} modules need {total} bytes as "
-            f"planned ({sum(rows.values())} rank rows, max_loras={self.config.max_loras}, "
-            f"max_lora_rank={self.config.max_lora_rank}); lower max_loras or max_lora_rank, or free memory there"
-        ) from error
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def empty(self, slot: int) -> None:
-        """Give up the rows of a slot; nothing of the tenant stays behind."""
-        self._wipe(slot, ())
-
-    def _wipe(self, slot: int, kept: Collection[str]) -> None:
-        """Give up the slot's rows, all wiped at once, but for those of the `kept` modules."""
-        held = [slots for name, (_, slots) in self.sites.items() if slot in slots.rows.spans and name not in kept]
-        if held:
-            self._stale = True
-            torch._foreach_zero_([rows for slots in held for rows in slots.tenant(slot)])
-        for slots in held:
-            slots.clear(slot)
 
     def refresh(self) -> None:
         """After slots changed: give every module the layout it shares with the modules whose pools look the same. A

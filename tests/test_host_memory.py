@@ -77,7 +77,7 @@ def test_adapters_of_a_cuda_model_are_pinned_when_loaded(
     own = Family(llama(num_hidden_layers=1), tmp_path, {"x": {"r": 3}, "y": {"r": 2}})
     model = own.model("x")
     assert model.memory_report().host_pinned_bytes == 0 and cudart.registered == {}
-    monkeypatch.setattr("hf_multilora.residency.home_of", lambda module: torch.device("cuda", 0))
+    monkeypatch.setattr("hf_multilora.filling.home_of", lambda module: torch.device("cuda", 0))
     model.load_adapter(str(own.paths["y"]), "y")
     report, host = model.memory_report(), model._multilora.store.catalogue.entry("y").host
     assert report.host_pinned_bytes == host.nbytes < report.host_bytes and report.host_adapters == 2
