@@ -95,18 +95,23 @@ def ours(
     )
     try:
         note.update(registered=len(paths), registering_s=now("") - start)
-
-        @contextmanager
-        def route(rows: Rows) -> Iterator[dict[str, Any]]:
-            with model.adapters(rows):
-                yield {}
-
-        def resident() -> int:
-            return sum(row["on_device"] for row in model.list_adapters())
-
-        yield Subject(f"hf_multilora, {backend}", model, route, resident=resident)
+        yield routed(model, f"hf_multilora, {backend}")
     finally:
         model.unpatch()
+
+
+def routed(model: Any, name: str) -> Subject:
+    """A MultiLoRAModel."""
+
+    @contextmanager
+    def route(rows: Rows) -> Iterator[dict[str, Any]]:
+        with model.adapters(rows):
+            yield {}
+
+    def resident() -> int:
+        return sum(row["on_device"] for row in model.list_adapters())
+
+    return Subject(name, model, route, resident=resident)
 
 
 @contextmanager

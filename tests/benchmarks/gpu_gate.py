@@ -29,11 +29,24 @@ ALONE = 8  # rows of a batch that are also run by themselves
 
 @dataclass
 class Truth:
-    """Logits [rows, V] of one cell in the wider dtype, and how far the plain formula in the base's dtype is off."""
+    """Logits [rows, V] of one cell in the wider dtype, and how far the plain formula in the base's dtype is off.
+
+    plain: the largest error of a row. plain_rms: the root mean square of the rows' errors.
+    """
 
     logits: Tensor
     plain: float
     bound: float
+    plain_rms: float
+
+
+Answer = Callable[[Any, Tensor], Tensor]  # (model, ids) -> what is compared, [rows, ...]
+
+
+def last_logits(model: Any, ids: Tensor) -> Tensor:
+    """[rows, V] after the last token."""
+    logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+    return logits
 
 
 @contextmanager
@@ -55,11 +68,13 @@ def _add(
     pairs: Sequence[tuple[Tensor, Tensor] | None], scaling: float, module: nn.Module, args: Any, out: Tensor
 ) -> Tensor:
     x: Tensor = args[0]
-    some = next(pair for pair in pairs if pair)
-    a, b = (
-        torch.stack([torch.zeros_like(some[i]) if pair is None else pair[i] for pair in pairs]).to(x.dtype)
-        for i in (0, 1)
-    )  # [R, r, K], [R, N, r]
+    known = [pair for pair in pairs if pair]
+    rank, (some_a, some_b) = max(a.shape[0] for a, _ in known), known[0]
+    a = x.new_zeros(len(pairs), rank, some_a.shape[1])  # [R, r, K]
+    b = x.new_zeros(len(pairs), some_b.shape[0], rank)  # [R, N, r]
+    for row, pair in enumerate(pairs):
+        if pair is not None:
+            a[row, : pair[0].shape[0]], b[row, :, : pair[1].shape[1]] = pair
     return out + (x @ a.mT) @ b.mT * scaling
 
 
@@ -70,25 +85,43 @@ def truths(
     scaling: float,
     works: Sequence[Work],
     ids: Callable[[Work], Tensor],
+    *,
+    answer: Answer = last_logits,
+    wider: torch.dtype | None = None,
 ) -> dict[Work, Truth]:
-    """For every cell; needs the base once more, in the wider dtype, for the time of the call."""
+    """For every cell; needs the base once more, in the wider dtype, for the time of the call.
+
+    answer: what is compared. wider: the dtype of the truth, instead of the next wider one.
+    """
     torch.set_float32_matmul_precision("highest")  # no TF32
     dtype = next(base.parameters()).dtype
-    wide = copy.deepcopy(base).to(WIDER[dtype])
-    found = {}
-    for work in works:
-        logits = []
-        for model in (wide, base):
-            with formula(model, adapters, scaling, work.mix()):
-                logits.append(model(input_ids=ids(work), use_cache=False, logits_to_keep=1).logits[:, -1])
-        plain = errors(logits[1], logits[0]).max().item()
-        found[work] = Truth(logits[0], plain, 2 * plain + FLOOR[dtype])
-    return found
+    wide = copy.deepcopy(base).to(wider or WIDER[dtype])
+    return {work: truth(wide, base, adapters, scaling, work.mix(), ids(work), answer) for work in works}
+
+
+def truth(
+    wide: nn.Module, base: nn.Module, adapters: Mapping[str, Pairs], scaling: float, rows: Rows, ids: Tensor,
+    answer: Answer = last_logits,
+) -> Truth:  # fmt: skip
+    """Of one batch; wide: the base in the wider dtype."""
+    found = []
+    for model in (wide, base):
+        with formula(model, adapters, scaling, rows):
+            found.append(answer(model, ids))
+    off = errors(found[1], found[0])
+    plain = off.max().item()
+    return Truth(found[0], plain, 2 * plain + FLOOR[found[1].dtype], rms(off))
 
 
 def errors(logits: Tensor, truth: Tensor) -> Tensor:
     """[rows]: relative errors of the rows."""
-    return (logits.to(truth.dtype) - truth).norm(dim=-1) / truth.norm(dim=-1)
+    off, whole = (logits.to(truth.dtype) - truth).flatten(1), truth.flatten(1)
+    return off.norm(dim=-1) / whole.norm(dim=-1)
+
+
+def rms(values: Tensor) -> float:
+    """Root of the mean square."""
+    return values.square().mean().sqrt().item()
 
 
 def moved(rows: Rows) -> Rows:
@@ -97,20 +130,26 @@ def moved(rows: Rows) -> Rows:
 
 
 @torch.no_grad()
-def check(subject: Subject, work: Work, ids: Tensor, truth: Truth, *, all_checks: bool) -> dict[str, float]:
+def check(
+    subject: Subject, work: Work, ids: Tensor, truth: Truth, *, all_checks: bool, read: Answer | None = None
+) -> dict[str, float]:
     """Errors of a cell, each the largest of its rows; raises GateError where they are not what they must be.
 
     mixed: the batch. alone: rows of different adapters run by themselves. control: the smallest error of a row when
-    every row has another adapter, which must be above the bound. all_checks=False: mixed only.
+    every row has another adapter, which must be above the bound. all_checks=False: mixed only. over_plain: the rows'
+    root mean square error over that of the plain formula. read: what is compared, instead of the answer of a `Batch`.
     """
 
     def answer(rows: Rows, some: Tensor) -> Tensor:
         with subject.route(rows) as call:
+            if read is not None:
+                return read(subject.model, some)
             return Batch(subject, work, some, steps=1).answer(call)
 
     rows = work.mix()
     found = {"plain": truth.plain, "bound": truth.bound}
-    found["mixed"] = errors(answer(rows, ids), truth.logits).max().item()
+    off = errors(answer(rows, ids), truth.logits)
+    found |= {"mixed": off.max().item(), "over_plain": rms(off) / truth.plain_rms}
     if all_checks:
         firsts = list({name: i for i, name in enumerate(rows)}.values())
         firsts = firsts[:: -(-len(firsts) // ALONE)]

@@ -5,19 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # of one adapter: path of the linear -> A [r, in], B [out, r]
 
-SHAPES = {  # random weights
+SHAPES: dict[str, dict[str, Any]] = {  # random weights; a Llama where no model_type is named
     "llama-3-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True, "max_position_embeddings": 8192,
     },
     "smollm2-135m": {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -60,7 +66,7 @@ def base_loader(base: str, device: str) -> tuple[str, Callable[[], PreTrainedMod
 
         def make() -> PreTrainedModel:
             torch.manual_seed(0)  # every copy has the same weights
-            return _ready(LlamaForCausalLM(LlamaConfig(**SHAPES[name])), device)
+            return _ready(AutoModelForCausalLM.from_config(shape_config(name)), device)
 
         return f"random weights, shape of {name}", make
     return Path(base).name, lambda: _ready(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), device)
@@ -74,12 +80,17 @@ def _ready(model: PreTrainedModel, device: str) -> PreTrainedModel:
     return model.requires_grad_(False).eval().to(device)  # type: ignore[arg-type]
 
 
+def shape_config(shape: str, layers: int | None = None) -> Any:
+    """The config of a row of SHAPES; layers: how many instead of the shape's own."""
+    own = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    return AutoConfig.for_model(**{"model_type": "llama", **own})
+
+
 def random_base(shape: str, layers: int | None, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Random weights of a row of SHAPES, made on the device; layers: how many instead of the shape's own."""
-    own = SHAPES[shape] if layers is None else SHAPES[shape] | {"num_hidden_layers": layers}
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**own), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(shape_config(shape, layers), dtype=dtype)
     return _ready(model, device)
 
 

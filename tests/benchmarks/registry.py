@@ -99,6 +99,7 @@ class Work:
     """One batch: `rows` prompts of `tokens`, row i with adapter i modulo `distinct` (0: the base), max_loras `slots`.
 
     phase: "decode" (one token per row after the prompt) or "prefill" (the prompts themselves).
+    names: what the rows get instead.
     """
 
     phase: str
@@ -106,6 +107,7 @@ class Work:
     tokens: int
     distinct: int
     slots: int
+    names: tuple[str | None, ...] | None = None
 
     @property
     def shape(self) -> str:
@@ -117,6 +119,8 @@ class Work:
         return f"{self.shape}, {self.distinct} adapter{'' if self.distinct == 1 else 's'} in {self.slots} slots"
 
     def mix(self) -> list[str | None]:
+        if self.names is not None:
+            return list(self.names)
         return Mix("", self.distinct).rows([adapter_name(i) for i in range(self.distinct)], self.rows)
 
 

@@ -1,0 +1,132 @@
+"""Stages decode, decode-small and prefill: mixed batches against the bare model, under a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .. import gpu_gate as gate
+from .. import gpu_timing as timing
+from ..material import prompts
+from ..registry import Work
+from . import clock
+from .sides import WARM, Side, check_bare, check_base_rows, check_replays
+from .stage import Stage
+
+Cells = dict[str, Work]
+ROOM = 64  # steps after the prompt: the length of the cache is a multiple of 64
+
+
+def _decode(tokens: int, *cells: tuple[int, int, int]) -> Cells:
+    return {f"{rows},{distinct}": Work("decode", rows, tokens, distinct, slots) for rows, distinct, slots in cells}
+
+
+def _prefill(*cells: tuple[int, int, int, int]) -> Cells:
+    return {f"{r}x{t},{distinct}": Work("prefill", r, t, distinct, slots) for r, t, distinct, slots in cells}
+
+
+# In the order in which they run: (rows, distinct adapters, slots). Those without adapters come first, before any is in
+# a slot: a captured step must serve every mix, so with adapters there it computes them.
+DECODE = _decode(128, (8, 0, 8), (64, 0, 8), (1, 1, 8), (8, 8, 8), (32, 8, 8), (64, 8, 8), (64, 64, 64))
+DECODE_SMALL = _decode(5, (2, 0, 2), (1, 1, 2), (2, 2, 2), (4, 4, 4))
+# (rows, tokens, distinct adapters, slots)
+PREFILL = _prefill(
+    (8, 256, 0, 8), (8, 1024, 0, 8), (8, 256, 1, 8), (8, 256, 8, 8), (8, 1024, 1, 8), (8, 1024, 8, 8), (64, 32, 64, 64),
+    (64, 128, 64, 64),
+)  # fmt: skip
+PREFILL_SMALL = _prefill((2, 7, 0, 2), (2, 7, 1, 2), (4, 7, 4, 4))
+
+
+def decode_cells(small: bool) -> Cells:
+    return DECODE_SMALL if small else DECODE
+
+
+def prefill_cells(small: bool) -> Cells:
+    return PREFILL_SMALL if small else PREFILL
+
+
+def decode(stage: Stage) -> None:
+    run(stage, decode_cells(stage.small))
+
+
+def prefill(stage: Stage) -> None:
+    run(stage, prefill_cells(stage.small))
+
+
+def run(stage: Stage, cells: Cells) -> None:
+    shop, settings = stage.shop, stage.settings
+    works = {name: cells[name] for name in stage.wanted(list(cells))}
+    vocabulary = shop.bare.config.vocab_size
+
+    def ids(work: Work) -> Any:
+        return prompts(work.rows, work.tokens + (work.phase == "decode"), vocabulary, stage.device)["input_ids"]
+
+    adapters = shop.pairs(max(work.slots for work in works.values()))
+    exact = {work if work.distinct else without(work) for work in works.values()} | {*map(without, works.values())}
+    truths = gate.truths(shop.bare, adapters, shop.scaling, list(exact), ids)
+    shop.empty_cache()
+    stage.say(f"{len(truths)} batches computed in the wider dtype")
+    for slots in dict.fromkeys(work.slots for work in works.values()):
+        some = {name: work for name, work in works.items() if work.slots == slots and stage.in_time(name)}
+        if not some:
+            continue
+        with shop.ours(slots, dict(list(adapters.items())[:slots])) as ours:
+            for name, work in some.items():
+                if not stage.in_time(name):
+                    continue
+                with stage.cell(name) as found:
+                    room = ROOM - work.tokens % 64 if work.phase == "decode" else 1
+                    count = min(settings.replays, room - WARM) if work.phase == "decode" else settings.prefills
+                    sides = {
+                        clock.BARE: Side(shop.plain(), without(work), ids(work), room, stage.device),
+                        clock.OURS: Side(ours, work, ids(work), room, stage.device),
+                    }
+                    checks(sides, truths, ids(work), found)
+                    time_cell(stage, sides, count, found)
+                    found["resident"] = ours.resident()
+                    nbytes = work.distinct * shop.adapter_bytes()
+                    found["floor"] = shop.floor(nbytes, found["bare"]["ms"])
+                    del sides
+                shop.empty_cache()
+
+
+def without(work: Work) -> Work:
+    """The same batch without adapters."""
+    return replace(work, distinct=0, slots=0, names=None)
+
+
+def checks(sides: dict[str, Side], truths: Mapping[Work, gate.Truth], ids: Any, found: dict[str, Any]) -> None:
+    """Everything that must hold of a cell before it is timed. Raises GateError."""
+    ours, bare = sides[clock.OURS], sides[clock.BARE]
+    base = truths[without(ours.work)]
+    if not ours.work.distinct:
+        found["errors"] = check_bare(ours, bare, base)
+        found["note"] = "bit for bit the bare model" if found["errors"]["identical"] else "not bit for bit"
+        return
+    found["errors"] = gate.check(ours.subject, ours.work, ids, truths[ours.work], all_checks=True)
+    if ours.work.rows > 1:
+        found["base_rows"] = check_base_rows(ours, bare, base)
+
+
+def time_cell(stage: Stage, sides: dict[str, Side], count: int, found: dict[str, Any]) -> None:
+    """ABBA of what users wait for: decode under a CUDA graph, prompts eager and under a graph."""
+    ours, rounds = sides[clock.OURS], stage.settings.rounds
+    jobs = {name: lambda side=side: side.block(count) for name, side in sides.items()}  # type: ignore[misc]
+    why = timing.why_no_graph(stage.device)
+    if not ours.decode or why is not None:
+        eager = clock.palindrome(jobs, rounds)
+        found |= eager | {"kind": "eager", "value": clock.ratio(eager)}
+    if why is not None:
+        found["graph"] = {"skipped": why}
+        return
+    for side in sides.values():
+        side.capture()
+    bound = found["errors"]["bound"]
+    found["replays"] = check_replays(ours, bound)
+    graph = clock.palindrome(jobs, rounds)
+    if ours.decode:
+        found |= graph | {"kind": "graph", "value": clock.ratio(graph)}
+    else:
+        found["graph"] = graph | {"value": clock.ratio(graph)}
+        found["note"] = "; ".join([*filter(None, [found.get("note")]), f"under a graph {clock.ratio(graph):.3f}"])
