@@ -1,0 +1,106 @@
+"""Launcher of the kernel that moves factors from a flat buffer to their places, or wipes them: one launch for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from .launch import launch
+from .scatter import scatter_kernel
+
+BLOCK = 8192  # bytes of a row that one program moves
+WIDEST = 16  # bytes of one access
+Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape [r, n], strides, dtype
+
+
+class Scatter:
+    """Factors [r, n] in a flat buffer, each with its rows together, and their way to targets of their shapes.
+
+    begins: the first byte of each. What follows from shapes and strides is kept, as loads go to the same pools again
+    and again; addresses are looked up at every call.
+    """
+
+    def __init__(self, begins: Sequence[int], shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype]) -> None:
+        self.begins, self.wanted = begins, list(zip(map(torch.Size, shapes), dtypes, strict=True))
+        ends = [
+            begin + shape.numel() * dtype.itemsize for begin, (shape, dtype) in zip(begins, self.wanted, strict=True)
+        ]
+        self.end = max(ends, default=0)
+        self.kinds: list[Kind] = []
+        self.table, self.bits = torch.empty(0, dtype=torch.int64), 0
+
+    def __call__(self, source: Tensor, targets: Sequence[Tensor]) -> bool:
+        """source uint8 [bytes], targets on its device. Returns False, with nothing done, where a target has another
+        dtype than the factor, or columns that are not together. Raises ValueError for other shapes or too few bytes,
+        KernelError."""
+        if source.nbytes < self.end:
+            raise ValueError(f"the source must hold the factors, which end at byte {self.end}, it has {source.nbytes}")
+        kinds = _kinds(targets)
+        if kinds != self.kinds:
+            found = [(shape, dtype) for shape, _, dtype in kinds]
+            if [shape for shape, _ in found] != [shape for shape, _ in self.wanted]:
+                raise ValueError(f"targets must have the shapes of the factors, got {found} for {self.wanted}")
+            rows = _rows(kinds)
+            if rows is None or found != self.wanted:
+                return False
+            self.table, self.bits = _table(rows, self.begins)
+            self.kinds = kinds
+        _run(source, targets, self.table, self.bits | source.data_ptr())
+        return True
+
+
+def wipe(targets: Sequence[Tensor]) -> bool:
+    """Zeros into targets [r, n] on one device. Returns False, with nothing done, where columns of one are not together.
+    Raises KernelError."""
+    rows = _rows(_kinds(targets))
+    if rows is None:
+        return False
+    _run(None, targets, *_table(rows, [0] * len(rows)))
+    return True
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[Kind]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+
+
+def _rows(kinds: Sequence[Kind]) -> list[tuple[int, int, int]] | None:
+    """Of each (rows, bytes of a row, bytes from row to row), rows that follow each other as one; None where columns of
+    one are not together, or its rows overlap."""
+    found = []
+    for (r, n), (stride, step), dtype in kinds:
+        size = n * dtype.itemsize
+        if r * n and ((n > 1 and step != 1) or (r > 1 and stride < n)):
+            return None
+        together = r < 2 or stride == n
+        found.append((1, r * size, r * size) if together else (r, size, stride * dtype.itemsize))
+    return found
+
+
+def _table(rows: Sequence[tuple[int, int, int]], begins: Sequence[int]) -> tuple[Tensor, int]:
+    """(the kernel's table without addresses, all its numbers of bytes or-ed)."""
+    each = [(begin, 0, size, stride) for begin, (_, size, stride) in zip(begins, rows, strict=True)]
+    counts = torch.tensor([r * -(-size // BLOCK) for r, size, _ in rows], dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    bits = reduce(or_, (begin | size | stride for begin, _, size, stride in each), 0)
+    return torch.cat([torch.tensor(each, dtype=torch.int64).flatten(), owner << 32 | number]), bits
+
+
+def _run(source: Tensor | None, targets: Sequence[Tensor], table: Tensor, bits: int) -> None:
+    count = len(targets)
+    pieces = table.shape[0] - 4 * count
+    if not pieces:
+        return
+    addresses = [target.data_ptr() for target in targets]
+    device = targets[0].device
+    host = torch.empty(table.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host.copy_(table)
+    host[1 : 4 * count : 4] = torch.tensor(addresses, dtype=torch.int64)
+    width = reduce(or_, addresses, bits | WIDEST)
+    on_device = host.to(device, non_blocking=True)
+    constants = {"WIDTH": width & -width, "BLOCK": BLOCK, "ZERO": source is None}
+    launch(scatter_kernel, (pieces,), (on_device if source is None else source, on_device, count), constants)
