@@ -17,6 +17,7 @@ from .host import host_budget
 from .kernels.backends import Backend, choose
 from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
+from .layers.merged import Joint
 from .patches.facts import Facts
 from .pool import Layout, bucket
 from .store import AdapterStore
@@ -46,10 +47,10 @@ class Residency(Filling):
         """Before a request with these slots. Raises RuntimeError where its rows would lose a module that was replaced,
         or is no longer called."""
         self.equip(slots)
+        if any([prepare(members) for members in self.families()]):
+            self._join()
         for name, (module, site) in self.sites.items():
-            if isinstance(site, ModuleSlots):
-                prepare(module, site)
-            elif not site.looked:
+            if not site.looked:
                 site.look()
             if site.rows.spans.keys().isdisjoint(slots):
                 continue
@@ -102,8 +103,24 @@ class Residency(Filling):
                     slots.settle(layout)
                 else:
                     slots.settle(None)
+        self._join()
         self.routing.relayout(layouts)
         self._stale = False
+
+    def _join(self) -> None:
+        """Give linears that are computed together tables of all their rank rows; those with the same layouts share
+        them. Tables of layouts that stay keep their addresses, as captured graphs read them."""
+        joints: dict[tuple[int, ...], Joint] = {}
+        merged = {id(site.merged): site.merged for _, site in self.sites.values() if isinstance(site, ModuleSlots)}
+        for one in merged.values():
+            layouts = [] if one is None else [site.layout for _, site in one.members]
+            if one is None or not any(layouts):
+                continue
+            key, kept = tuple(map(id, layouts)), one.joint
+            if key not in joints and kept is not None and kept.layouts == tuple(layouts):
+                kept.take()
+                joints[key] = kept
+            one.joint = joints.setdefault(key, joints.get(key) or Joint(layouts))
 
     def moved(self) -> None:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and

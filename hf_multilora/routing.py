@@ -52,6 +52,7 @@ class Routing:
     capturing bool      a CUDA graph is being captured: what is done must hold for every mix
     moves   int         how often a module's factors or layout got another address or width, which graphs hold
     captured_at         `moves` when a graph was captured
+    shared              what one of several linears computed for the others: see layers/merged.py
     """
 
     def __init__(self, slots: int) -> None:
@@ -67,6 +68,7 @@ class Routing:
         self.capturing = False
         self.moves = 0
         self.captured_at: int | None = None
+        self.shared: tuple[Any, ...] | None = None
         self.tables: dict[tuple[torch.device, int], RowTables] = {}
         self._written: tuple[int, ...] | None = None
         self._settle()
@@ -76,10 +78,11 @@ class Routing:
         self.active = self.standing != BASE
         self.uniform: int | None = self.standing if self.active else None
         self.rows, self.tokens, self.ragged, self.capturing = 0, None, False, False
+        self.shared = None
 
     def stand(self, slot: int) -> None:
         """What calls that name no adapter get: a slot, or BASE."""
-        self.standing = slot
+        self.standing, self.shared = slot, None
         if not self.stack:
             self._settle()
 
@@ -101,6 +104,7 @@ class Routing:
         """
         request = self.stack[-1] if request is None else request
         innermost = self.stack[-1] is request
+        self.shared = None
         self.open = len(self.stack) > 1
         self.stack.remove(request)
         if self.stack:
@@ -130,7 +134,7 @@ class Routing:
 
     def relayout(self, layouts: list[Layout]) -> None:
         """Slots moved: take the new layouts and write the rows in force into them."""
-        self.layouts = layouts
+        self.layouts, self.shared = layouts, None
         self.on_cuda = any(layout.device.type == "cuda" for layout in layouts)
         written, self._written = self._written, None  # what was written went to the old layouts
         if self.stack and written is not None:
@@ -139,6 +143,7 @@ class Routing:
     def enter(self, rows: int, tokens: int | None = None, where: str = "the model") -> None:
         """An entry point runs `rows` rows of `tokens` tokens; raises RoutingError where they do not fit the request."""
         request = self.stack[-1]
+        self.shared = None
         n = len(request.slots)
         if request.ragged:
             if rows * (tokens or 1) != n and rows != n:
@@ -211,7 +216,7 @@ class Routing:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no request: they answer with the standing adapter."""
-        state = dict(self.__dict__, stack=[], open=False, _written=None, layouts=[], tables={})
+        state = dict(self.__dict__, stack=[], open=False, _written=None, layouts=[], tables={}, shared=None)
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)
         return state

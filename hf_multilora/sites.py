@@ -28,6 +28,7 @@ from .layers.rows import own_tensor
 from .patches.experts import teller_of
 from .patches.facts import Facts
 from .routing import Routing
+from .siblings import siblings_of
 from .store import AdapterStore
 
 
@@ -47,6 +48,7 @@ class Sites:
         self.routing = Routing(config.max_loras)
         self.sites: dict[str, tuple[nn.Module, SlotRows]] = {}
         self.parents: dict[str, tuple[nn.Module, str]] = {}
+        self._families: list[list[tuple[nn.Module, ModuleSlots]]] | None = None
         self.tellers: dict[str, nn.Module] = {}  # site inside experts -> the module that knows whose tokens it gets
 
     def census(self) -> dict[str, ModuleShape]:
@@ -104,7 +106,7 @@ class Sites:
             if teller is not None:
                 outside.require_free_teller(*teller, self.routing)
             parent, _, own = path.rpartition(".")
-            self.parents[name] = (self.model.get_submodule(parent), own)
+            self.parents[name], self._families = (self.model.get_submodule(parent), own), None
             self.sites[name] = (module, slots)  # before it is wrapped: an interrupt must find what to undo
             if teller is not None and is_lora(name):
                 self.tellers[name] = teller[1]
@@ -113,12 +115,30 @@ class Sites:
 
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
+        self._families = None
         if module.__dict__.get(slots.attribute) is slots:
             unwrap(module, slots)
         if name in self.tellers:
             outside.unfollow(self.tellers.pop(name), name)
         del self.sites[name]
         del self.parents[name]
+
+    def families(self) -> list[list[tuple[nn.Module, ModuleSlots]]]:
+        """Adapted linears, those together that get one input from their parent."""
+        if self._families is None:
+            found: dict[tuple[int, int], list[tuple[nn.Module, ModuleSlots]]] = {}
+            groups: dict[int, dict[str, int]] = {}  # of a parent: its child -> number of the group
+            for name, (module, slots) in self.sites.items():
+                if not isinstance(slots, ModuleSlots) or slots.kind != "linear":
+                    continue
+                parent, own = self.parents[name]
+                if id(parent) not in groups:
+                    groups[id(parent)] = {child: i for i, group in enumerate(siblings_of(parent)) for child in group}
+                number = groups[id(parent)].get(own)
+                key = (id(slots), 0) if number is None else (id(parent), number)
+                found.setdefault(key, []).append((module, slots))
+            self._families = list(found.values())
+        return self._families
 
     def require_in_place(self, names: Collection[str]) -> None:
         """Raises RuntimeError where one of these adapted modules was replaced."""

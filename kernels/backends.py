@@ -25,6 +25,7 @@ class KernelError(RuntimeError):
 @dataclass(frozen=True)
 class Backend:
     """shrink, expand: as specified in ops.py. split: K -> ranges of K that suit it, where nothing else is known.
+    expand_laid: as in triton_backend.py, which has it.
     experts_...: as specified in ops_experts.py; experts_expand returns y, written in place (torch: a new tensor where
     gradients are wanted). pair_keys, sort_pairs: as specified in torch_pairs.py. fixed: a row's delta depends on
     nothing else in the batch."""
@@ -39,6 +40,7 @@ class Backend:
     pair_keys: Callable[..., Tensor]
     sort_pairs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     fixed: bool = False
+    expand_laid: Callable[..., Tensor] | None = None
 
 
 @functools.cache
@@ -57,7 +59,8 @@ def backend(name: str) -> Backend:
     split, pairs = triton_backend.fixed_split, (triton_pairs.pair_keys, triton_pairs.sort_pairs)
     if name == TRITON:
         experts = (triton_experts.shrink, triton_experts.expand, triton_experts.combine)
-        return Backend(TRITON, triton_backend.shrink, triton_backend.expand, split, *experts, *pairs)
+        laid = triton_backend.expand_laid
+        return Backend(TRITON, triton_backend.shrink, triton_backend.expand, split, *experts, *pairs, expand_laid=laid)
     shrink = functools.partial(triton_backend.shrink, fixed=True)
     expand = functools.partial(triton_backend.expand, fixed=True)
     experts_shrink = functools.partial(triton_experts.shrink, fixed=True)

@@ -35,16 +35,17 @@ def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_kernel(
     y, h, b, out, order, offsets, starts, ranks, slices, scale, bias,
-    rows, tokens, n, slots, max_rank, stride_y, stride_h, stride_out, plane,
+    rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, LOOP: tl.constexpr,
+    PRECISION: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
-    PLANES: partial sums in h, `plane` elements apart, added in their order. OWN_COLUMNS: h has a column for every rank
-    row of the pool, and the slot's are at `starts`; else column 0 of its slice's `max_rank` columns is its first.
-    STEPS: as in the shrink.
+    out: slice after slice, each [R, T, its columns]. PLANES: partial sums in h, `plane` elements apart, added in their
+    order. OWN_COLUMNS: h has a column for every rank row of the pool, from column `shift` on, those of the slices
+    interleaved; else column 0 of its slice's `max_rank` columns is the slot's first. STEPS: as in the shrink. PDL: it
+    is launched while the kernel before it still runs, and reads what that one writes after the wait only.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     if slot > slots:
@@ -56,55 +57,59 @@ def lora_expand_kernel(
         if piece < SLICES:
             expand_columns(
                 y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
-                n, slots, max_rank, stride_y, stride_h, stride_out, plane,
-                PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
+                rows * tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
+                SLICES, PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
             )  # fmt: skip
 
 
 @triton.jit
 def expand_columns(
     y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
-    n, slots, max_rank, stride_y, stride_h, stride_out, plane,
-    PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    count, n, slots, max_rank, stride_y, stride_h, shift, plane,
+    SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of columns of one slice, for the tokens of one slot."""
+    """One tile of columns of one slice, for the tokens of one slot. count: R * T."""
     entry = piece * slots + slot
     r = tl.load(ranks + entry, mask=slot < slots, other=0)
     start = tl.load(starts + entry, mask=slot < slots, other=0).to(tl.int64)
     columns = column + tl.arange(0, BLOCK_N)
     inside = columns < width
     edge = live[:, None] & inside[None, :]
-    before = tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0)
     if OWN_COLUMNS:
-        h_tile = h + token[:, None] * stride_h + start
+        h_tile, lane = h + shift + token[:, None] * stride_h + start * SLICES + piece, SLICES
     else:
-        h_tile = h + token[:, None] * stride_h + piece * max_rank
+        h_tile, lane = h + token[:, None] * stride_h + piece * max_rank, 1
+    b_tile = b + offset + start * width + columns[None, :]
+    at = tl.arange(0, BLOCK_R)
+    some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    before = tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0)
     plane = tl.cast(plane, tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for low in range(0, r, BLOCK_R * STEPS):
         part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32) if STEPS > 1 else total
         for i in tl.static_range(STEPS):
             at = low + i * BLOCK_R + tl.arange(0, BLOCK_R)
-            own = at < r
-            some_b = tl.load(
-                b + offset + (start + at)[:, None] * width + columns[None, :],
-                mask=own[:, None] & inside[None, :],
-                other=0.0,
-            )
-            some_h = tl.load(h_tile + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
+            own = live[:, None] & (at < r)[None, :]
+            some_h = tl.load(h_tile + at[None, :] * lane, mask=own, other=0.0)
             for z in tl.static_range(1, PLANES):
-                some_h += tl.load(h_tile + z * plane + at[None, :], mask=live[:, None] & own[None, :], other=0.0)
+                some_h += tl.load(h_tile + z * plane + at[None, :], mask=own, other=0.0)
             part = product(some_h, some_b, part, out.dtype.element_ty == tl.bfloat16, PRECISION)
+            at += BLOCK_R
+            some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
         total = total + part if STEPS > 1 else part
     total += before.to(tl.float32)
     if SCALE:
         factor = tl.load(scale + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=1.0)
         total *= factor.to(tl.float32)[None, :]
     if BIAS:
-        shift = tl.load(bias + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=0.0)
-        total += shift.to(tl.float32)[None, :]
-    tl.store(out + token[:, None] * stride_out + (left + columns)[None, :], total.to(out.dtype.element_ty), mask=edge)
+        more = tl.load(bias + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=0.0)
+        total += more.to(tl.float32)[None, :]
+    place = out + tl.cast(left, tl.int64) * count + token[:, None] * width + columns[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=edge)
 
 
 @triton.jit

@@ -13,13 +13,14 @@ def lora_shrink_kernel(
     x, a, h, order, offsets, starts, ranks,
     rows, tokens, k, slots, max_rank, blocks, chunk, stride_x, stride_a, stride_h, plane,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, slice and block of ranks, range of K) writes h[range, tokens of the tile, ranks of the block].
 
     blocks: rank blocks per slice. chunk: columns of a range of K, a multiple of BLOCK_K * STEPS. plane: elements of h
     per range.
-    STEPS: blocks of K that are summed apart and then added: float32 loses digits in one long chain of sums.
+    STEPS: blocks of K that are summed apart and then added: float32 loses digits in one long chain of sums. PDL: it is
+    launched while the kernel before it still runs, which may use the memory of h, and lets the next one start early.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     if slot >= slots:
@@ -35,7 +36,10 @@ def lora_shrink_kernel(
     low = tl.program_id(2) * chunk
     columns = low + tl.arange(0, BLOCK_K)
     x_tile = x + token[:, None] * stride_x + columns[None, :]
-    a_tile = a + (start + at)[None, :] * stride_a + columns[:, None]
+    a_tile = a + ((start + at) * SLICES + piece)[None, :] * stride_a + columns[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
     for step in range(0, tl.minimum(chunk, k - low), BLOCK_K * STEPS):
         part = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32) if STEPS > 1 else total

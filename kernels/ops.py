@@ -1,13 +1,15 @@
 """Schemas of the operations, their meaning, fakes and gradients. Backends compute them, the same tests run on all.
 
 Letters: R rows of the batch, T tokens per row, K in, N out, P rank rows of the pool, S slots, r rank of one slot,
-L slices (modules fed by one input, whose factors lie in one pool; else 1), Z partial sums.
+L slices (modules fed by one input; else 1), Z partial sums.
 
 Tables, on the device of the data: `order` int32 [R] lists the rows sorted by slot (base rows last), `offsets`
 int32 [S + 1] says that the rows of slot s are order[offsets[s]:offsets[s + 1]]; `starts`, `ranks` int32 [L, S] say that
-slot s owns the rank rows starts[l, s]:starts[l, s] + ranks[l, s] in slice l. `slices` int64 [L, 3]: first column in y,
-columns n, and where in b, taken as flat, rank row 0 of that slice would lie; a rank row of the slice has n elements.
-The slices cover all columns of y. Triton has float16, bfloat16 and float32, torch float64 too.
+slot s owns the rank rows starts[l, s]:starts[l, s] + ranks[l, s] in slice l. Rank row p of slice l is row p * L + l of
+a, and column p * L + l of an h that holds all rank rows: interleaved, so that the first rows of a hold the first rank
+rows of every slice. `slices` int64 [L, 3]: first column in y, columns n, and where in b, taken as flat, rank row 0 of
+that slice would lie; a rank row of the slice has n elements. The slices cover all columns of y. Triton has float16,
+bfloat16 and float32, torch float64 too.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def lora_shrink(
 ) -> Tensor:  # fmt: skip
     """sum over z of h[z, i, t, l * max_rank : l * max_rank + r] = A_s x[i, t] for row i of slot s, in slice l.
 
-    x [R, T, K], a [P, K] of x's dtype -> float32 (float64 for float64) [split, R, T, L * max_rank]. What lies beyond r
-    and in base rows is not specified, and nothing reads it. K is summed in `split` ranges, one per z (torch: 1).
+    x [R, T, K], a [P * L, K] of x's dtype -> float32 (float64 for float64) [split, R, T, L * max_rank]. What lies
+    beyond r and in base rows is not specified, and nothing reads it. K is summed in `split` ranges, one per z (torch:
+    1).
     """
     check_shrink(x, a, order, offsets, starts, ranks, max_rank, split)
     check_dtypes("lora_shrink", backend, x)
@@ -54,10 +57,11 @@ def lora_expand(
 ) -> Tensor:  # fmt: skip
     """out[i, t] = scale_s * (y[i, t] + B_s^T h[i, t, :r]) + bias_s for row i of slot s; other rows keep y.
 
-    y [R, T, N], h [Z, R, T, L * max_rank] from `lora_shrink`, b [P, N] (with slices: flat) -> a new tensor like y. The
-    sums over z and r are in float32 or wider. own_columns: h [1, R, T, P] of any dtype holds a column for every rank
-    row, as a matmul with the augmented weight gives them, and only the row's own r are read. scale, bias: [S, N], of
-    slots that own rank rows in that slice.
+    y [R, T, N], h [Z, R, T, L * max_rank] from `lora_shrink`, b [P, N] (with slices: flat) -> a new tensor like y; with
+    slices flat [R * T * N]: that of each slice, [R, T, n], at R * T * its first column. The sums over z and r are in
+    float32 or wider. own_columns: h [1, R, T, P * L] of any dtype holds a column for every rank row, as a matmul with
+    the augmented weight gives them, and only the row's own r are read. scale, bias: [S, N], of slots that own rank rows
+    in that slice.
     """
     check_expand(y, h, b, order, offsets, starts, ranks, slices, scale, bias, own_columns)
     check_dtypes("lora_expand", backend, y, h, b)
@@ -78,7 +82,7 @@ def _fake_expand(
     slices: Tensor | None, scale: Tensor | None, bias: Tensor | None, own_columns: bool, backend: str,
 ) -> Tensor:  # fmt: skip
     check_expand(y, h, b, order, offsets, starts, ranks, slices, scale, bias, own_columns)
-    return y.new_empty(y.shape)
+    return y.new_empty(y.shape if slices is None else (y.numel(),))
 
 
 def _keep_shrink(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

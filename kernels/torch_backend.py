@@ -41,7 +41,8 @@ def shrink(
         for piece in range(pieces):
             for _, low, high, start, r in groups(order, offsets, starts[piece], ranks[piece]):
                 rows, column = _pick(order[low:high]), piece * max_rank
-                some = torch.matmul(x[rows].to(h.dtype), a[start : start + r].to(h.dtype).t())  # [rows, T, r]
+                own = a[piece::pieces][start : start + r].to(h.dtype)
+                some = torch.matmul(x[rows].to(h.dtype), own.t())  # [rows, T, r]
                 h[0, rows, :, column : column + r] = some
     return h
 
@@ -71,7 +72,8 @@ def expand(
                 begin = offset + start * width
                 own = b.view(-1)[begin : begin + r * width].view(r, width).to(wide)
                 column = start if own_columns else piece * max_rank
-                some = h[rows][:, :, column : column + r].to(wide)  # [rows, T, r]
+                lanes = h[..., piece :: starts.shape[0]] if own_columns else h
+                some = lanes[rows][:, :, column : column + r].to(wide)  # [rows, T, r]
                 if slices is None and scale is None and bias is None and y.dtype == wide:  # without a copy of y's rows
                     if isinstance(rows, slice):
                         out[rows].flatten(0, 1).addmm_(some.flatten(0, 1), own)
@@ -84,7 +86,13 @@ def expand(
                 if bias is not None:
                     total = total + bias[slot, columns]
                 out[rows, :, columns] = total.to(y.dtype)
-    return out
+    return out if slices is None else _one_after_another(out, slices)
+
+
+def _one_after_another(out: Tensor, slices: Tensor) -> Tensor:
+    """Flat: the columns of each slice, [R, T, n], at R * T * its first column."""
+    parts = sorted(slices.tolist())
+    return torch.cat([out[..., first : first + width].flatten() for first, width, _ in parts])
 
 
 def expand_gated(y: Tensor, h: Tensor, b: Tensor, closed: Tensor) -> Tensor:

@@ -7,23 +7,18 @@ and a split of K that depends on K alone make a row's delta independent of every
 from __future__ import annotations
 
 import functools
-import subprocess
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.errors import PTXASError
 
-from .backends import KernelError
+from .launch import Launcher, dependent_launch
 from .lora_expand import lora_expand_kernel
 from .lora_shrink import lora_shrink_kernel
 
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
 NARROW = 64  # tokens per group up to which the smallest tile is used
-# of the compiler, its assembler, and the C compiler (a missing one too) that builds launchers
-BROKEN = (triton.CompilationError, PTXASError, triton.OutOfResources, subprocess.CalledProcessError, FileNotFoundError)
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
 
@@ -96,80 +91,58 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
     return x, x.shape[2]
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """On the device of the first argument, which need not be the current one. Raises KernelError where the kernel
-    cannot be compiled."""
-    device = arguments[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(kernel, grid, arguments, constants)
-    try:
-        kernel[grid](*arguments, **constants)
-    except BROKEN as error:
-        raise _broken(kernel, error) from error
-    except RuntimeError as error:
-        if "C compiler" not in str(error):  # Triton builds its launcher with one
-            raise
-        raise _broken(kernel, error) from error
-
-
-def _broken(kernel: Any, error: Exception) -> KernelError:
-    return KernelError(
-        f"the Triton kernel {kernel.fn.__name__} must compile on this machine, it did not: {type(error).__name__}: "
-        f"{str(error)[:300]}; install a C compiler and a Triton that fits torch and this GPU, or pass backend='torch' "
-        f"to from_pretrained"
-    )
-
-
 @functools.lru_cache(maxsize=4096)
-def _shrink_plan(
-    rows: int, tokens: int, k: int, slots: int, pieces: int, max_rank: int, split: int | None, dtype: torch.dtype,
-    exact: str, fixed: bool, device: torch.device,
-) -> tuple[tuple[int, int, int], tuple[int, int], dict[str, Any]]:  # fmt: skip
-    """(grid, (rank blocks per slice, columns of a range of K), constants of the kernel); cached, since an eager call
-    has hundreds."""
+def _shrink(
+    rows: int, tokens: int, k: int, slots: int, pieces: int, max_rank: int, split: int | None, stride: int,
+    stride_a: int, dtype: torch.dtype, exact: str, fixed: bool, early: bool, device: torch.device,
+) -> Launcher:  # fmt: skip
+    """Cached, since an eager call has hundreds. h has as many planes as the grid's last number."""
     groups = min(rows, slots)
     t = FIXED if fixed else tiles(rows * tokens, groups, max_rank, dtype.itemsize)
     count, blocks = tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(max_rank, t.block_r)
     if split is None:
         by_k = fixed or dtype == torch.float32  # one long chain of sums would lose digits
         split = fixed_split(k) if by_k else split_of(k, count * blocks * pieces, device)
-    block = t.block_k * steps(dtype)
+    block, width = t.block_k * steps(dtype), pieces * max_rank
     chunk = triton.cdiv(triton.cdiv(k, split), block) * block
     constants = {
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_K": t.block_k,
-        "EVEN_K": k % block == 0, "STEPS": steps(dtype), "PRECISION": exact, "num_warps": t.warps, "num_stages": 3,
+        "EVEN_K": k % block == 0, "STEPS": steps(dtype), "PRECISION": exact, "SLICES": pieces,
+        "PDL": early and dependent_launch(device),
     }  # fmt: skip
-    return (count, pieces * blocks, split), (blocks, chunk), constants
+    numbers = (rows, tokens, k, slots, max_rank, blocks, chunk, stride, stride_a, width, rows * tokens * width)
+    return Launcher(lora_shrink_kernel, (count, pieces * blocks, split), numbers, constants, t.warps, 3)
 
 
 def shrink(
     x: Tensor, a: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor, max_rank: int,
-    split: int | None = None, *, fixed: bool = False,
+    split: int | None = None, *, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See `ops.lora_shrink`; split None: chosen from the shapes. What is not specified is left unwritten."""
-    rows, tokens, k = x.shape
-    pieces, slots = starts.shape
-    grid, (blocks, chunk), constants = _shrink_plan(
-        rows, tokens, k, slots, pieces, max_rank, split, x.dtype, precision(x.dtype), fixed, x.device
-    )
-    width = pieces * max_rank
-    h = torch.empty((grid[2], rows, tokens, width), dtype=torch.float32, device=x.device)
+    """See `ops.lora_shrink`; split None: chosen from the shapes. What is not specified is left unwritten.
+
+    early: it may be launched before the kernel before it on the stream has ended, which wrote none of the tables.
+    """
+    (rows, tokens, k), (pieces, slots), (x, stride) = x.shape, starts.shape, _rows(x)
+    run = _shrink(
+        rows, tokens, k, slots, pieces, max_rank, split, stride, a.stride(0), x.dtype, precision(x.dtype), fixed, early,
+        x.device,
+    )  # fmt: skip
+    h = torch.empty((run.grid[2], rows, tokens, pieces * max_rank), dtype=torch.float32, device=x.device)
     if not k:
         h.zero_()
     elif h.numel():
-        x, stride = _rows(x)
-        numbers = (rows, tokens, k, slots, max_rank, blocks, chunk, stride, a.stride(0), width, rows * tokens * width)
-        _launch(lora_shrink_kernel, grid, (x, a, h, order, offsets, starts, ranks, *numbers), constants)
+        run(x, a, h, order, offsets, starts, ranks)
     return h
 
 
 @functools.lru_cache(maxsize=4096)
-def _expand_plan(
-    rows: int, tokens: int, n: int, slots: int, pieces: int, width: int, planes: int, dtype: torch.dtype, exact: str,
-    own_columns: bool, scale: bool, bias: bool, fixed: bool,
-) -> tuple[tuple[int, int], dict[str, Any]]:  # fmt: skip
-    """(grid, constants of the kernel); cached, since an eager call has hundreds."""
+def _expand(
+    rows: int, tokens: int, n: int, slots: int, pieces: int, width: int, stride: int, stride_h: int, shift: int,
+    plane: int, planes: int, y_dtype: torch.dtype, h_dtype: torch.dtype, dtype: torch.dtype, exact: str,
+    own_columns: bool, scale: bool, bias: bool, fixed: bool, early: bool, device: torch.device,
+) -> Launcher:  # fmt: skip
+    """Cached, since an eager call has hundreds. width: columns of h. dtype: of b; the others are in the key since
+    Triton compiles for them."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
     if t.block_m > 16 and bound <= 16 and dtype.itemsize == 2:  # little to multiply: what counts is the order of writes
@@ -177,33 +150,54 @@ def _expand_plan(
     constants = {
         "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "num_warps": t.warps, "num_stages": 1,
+        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "PDL": early and dependent_launch(device),
     }  # fmt: skip
     columns = triton.cdiv(n, t.block_n) + pieces - 1
-    return (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop)), constants
+    grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
+    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane)
+    return Launcher(lora_expand_kernel, grid, numbers, constants, t.warps, 1)
 
 
 def expand(
     y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
     slices: Tensor | None = None, scale: Tensor | None = None, bias: Tensor | None = None, own_columns: bool = False,
-    *, fixed: bool = False,
+    *, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See `ops.lora_expand`."""
-    rows, tokens, n = y.shape
-    pieces, slots = starts.shape
-    planes, _, _, width = h.shape
-    out = torch.empty((rows, tokens, n), dtype=y.dtype, device=y.device)
+    """See `ops.lora_expand`.
+
+    early: it may be launched before the kernel before it on the stream has ended, which wrote neither b nor tables.
+    """
+    (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
+    shape = (rows, tokens, n) if slices is None else (rows * tokens * n,)
+    out = torch.empty(shape, dtype=y.dtype, device=y.device)
     if not out.numel():
         return out
-    grid, constants = _expand_plan(
-        rows, tokens, n, slots, pieces, width, planes, b.dtype, precision(b.dtype), own_columns, scale is not None,
-        bias is not None, fixed,
-    )  # fmt: skip
     y, stride = _rows(y)
     plane, stride_r, stride_h, together = h.stride()
     if together != 1 or stride_r != tokens * stride_h:
         h, stride_h, plane = h.contiguous(), width, rows * tokens * width
-    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, n, plane)
-    tables = (order, offsets, starts, ranks, slices, scale, bias)
-    _launch(lora_expand_kernel, grid, (y, h, b, out, *tables, *numbers), constants)
+    run = _expand(
+        rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, y.dtype, h.dtype, b.dtype,
+        precision(b.dtype), own_columns, scale is not None, bias is not None, fixed, early, y.device,
+    )  # fmt: skip
+    run(y, h, b, out, order, offsets, starts, ranks, slices, scale, bias)
+    return out
+
+
+def expand_laid(
+    both: Tensor, n: int, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
+    slices: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`expand` with own columns of both = [y | h], [R, T, n + P * L], as a matmul that was just launched gives it."""
+    rows, tokens, columns = both.shape
+    shape = (rows, tokens, n) if slices is None else (rows * tokens * n,)
+    out = torch.empty(shape, dtype=both.dtype, device=both.device)
+    if not out.numel():
+        return out
+    pieces, slots = starts.shape
+    run = _expand(
+        rows, tokens, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
+        precision(b.dtype), True, False, False, False, True, both.device,
+    )  # fmt: skip
+    run(both, both, b, out, order, offsets, starts, ranks, slices, None, None)
     return out

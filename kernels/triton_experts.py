@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .launch import launch
 from .lora_experts import (
     experts_combine_kernel,
     experts_expand_pair_kernel,
@@ -23,7 +24,7 @@ from .lora_experts import (
     experts_shrink_tile_kernel,
 )
 from .torch_experts import wants_gradient
-from .triton_backend import _launch, precision, steps
+from .triton_backend import precision, steps
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def shrink(
     x = x if x.stride(1) == 1 else x.contiguous()
     numbers = (k, max_rank, blocks, x.stride(0))
     count = (n,) if tile.block_m > 1 else ()
-    _launch(kernel, (programs,), (x, a, h, begins, ranks, keys, source, *count, *numbers), constants)
+    launch(kernel, (programs,), (x, a, h, begins, ranks, keys, source, *count, *numbers), constants)
     return h
 
 
@@ -151,7 +152,7 @@ def expand(
     numbers = (width, max_rank, tiles, out.stride(0))
     count = (n,) if tile.block_m > 1 else ()
     into = out[:, first:] if first else out
-    _launch(kernel, (programs,), (into, h, b, begins, ranks, keys, source, *count, *numbers), constants)
+    launch(kernel, (programs,), (into, h, b, begins, ranks, keys, source, *count, *numbers), constants)
     return y if out is y else y.copy_(out)
 
 
@@ -176,7 +177,7 @@ def combine(
     y = y if y.stride(1) == 1 else y.contiguous()
     tiles, constants = _combine_plan(width, choices, y.dtype, tile)
     numbers = (width, tiles, y.stride(0), weights.stride(0), weights.stride(1))
-    _launch(experts_combine_kernel, (tokens * tiles,), (y, places, weights, out, *numbers), constants)
+    launch(experts_combine_kernel, (tokens * tiles,), (y, places, weights, out, *numbers), constants)
     return out
 
 

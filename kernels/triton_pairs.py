@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from .expert_pairs import pair_keys_kernel, pair_places_kernel
+from .launch import launch
 from .torch_pairs import SHORT
-from .triton_backend import _launch
 
 BLOCK = 256
 
@@ -19,7 +19,7 @@ def pair_keys(index: Tensor, row_slots: Tensor, slots: int, count: int, dtype: t
     keys = torch.empty(n, dtype=dtype, device=index.device)
     if n:
         numbers = (n, n // row_slots.shape[0], slots, count)
-        _launch(pair_keys_kernel, (triton.cdiv(n, BLOCK),), (index, row_slots, keys, *numbers), {"BLOCK": BLOCK})
+        launch(pair_keys_kernel, (triton.cdiv(n, BLOCK),), (index, row_slots, keys, *numbers), {"BLOCK": BLOCK})
     return keys
 
 
@@ -34,5 +34,5 @@ def sort_pairs(index: Tensor, row_slots: Tensor, slots: int, count: int) -> tupl
     grid = (blocks + triton.cdiv(count, BLOCK),)
     numbers = (n, k, slots + 1, count, blocks)
     constants = {"BLOCK": BLOCK, "DEPTH": max(n, 1).bit_length()}
-    _launch(pair_places_kernel, grid, (ordered, order, keys, tokens, places, ends, *numbers), constants)
+    launch(pair_places_kernel, grid, (ordered, order, keys, tokens, places, ends, *numbers), constants)
     return keys, tokens, places.view(-1, k), ends

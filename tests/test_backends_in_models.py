@@ -99,16 +99,16 @@ def backends_of(model: Any) -> set[str]:
 @contextmanager
 def launches() -> Iterator[list[str]]:
     """The kernels of all launches inside the block."""
-    from hf_multilora.kernels import triton_backend
+    from hf_multilora.kernels.launch import Launcher
 
     seen: list[str] = []
-    launch = triton_backend._launch
+    call = Launcher.__call__
 
-    def count(kernel: Any, *rest: Any) -> None:
-        seen.append(kernel.fn.__name__)
-        launch(kernel, *rest)
+    def count(launcher: Launcher, *pointers: Any) -> None:
+        seen.append(launcher.kernel.fn.__name__)
+        call(launcher, *pointers)
 
-    with mock.patch.object(triton_backend, "_launch", count):
+    with mock.patch.object(Launcher, "__call__", count):
         yield seen
 
 

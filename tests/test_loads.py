@@ -17,7 +17,7 @@ from hf_multilora.pool import Layout
 from hf_multilora.routing import Routing
 from tests.test_residency import assert_clean, sites
 from tests.test_scarcity import failing_at, is_pool
-from tests.tiny import Family, assert_rows, llama, logits, same_ids
+from tests.tiny import Family, assert_rows, beside, llama, logits, same_ids
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "x": {"r": 3},
@@ -91,7 +91,7 @@ def bits(model: Any, owned: dict[str, tuple[int, int]]) -> Iterator[Tensor]:
     for name, (start, r) in owned.items():
         slots = sites(model)[name]
         assert slots.laid
-        for rows in (slots.a, slots.b, slots.buffer[slots.out_features :]):
+        for rows in (slots.a, slots.b, beside(slots)):
             yield rows[start : start + r].view(torch.int32)
 
 
@@ -116,7 +116,8 @@ def kept(model: Any) -> dict[str, Any]:
             s.b,
             s.a_used,
             s.b_used,
-            s.buffer_used,
+            s.merged.used[0],
+            s.merged.joint.tables,
             *(view for slot in s.rows.spans for view in s.tenant(slot)),
         )
         state[name] = id(s.layout), list(s.rows.spans.items()), list(map(id, views)), [v.data_ptr() for v in views]

@@ -14,7 +14,7 @@ import torch
 
 from hf_multilora import AdapterError, AdapterInUseError, CapacityError, MultiLoRAModel
 from hf_multilora.pool import RankRows
-from tests.tiny import LINEARS, Family, assert_rows, error, ids, llama, logits, same_ids, save_adapter
+from tests.tiny import LINEARS, Family, assert_rows, beside, error, ids, llama, logits, same_ids, save_adapter
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "wide": {"r": {"q_proj": 7, "v_proj": 2, "up_proj": 5, "down_proj": 1}},
@@ -49,7 +49,7 @@ def assert_clean(model: Any) -> None:
         free = torch.ones(slots.rows.capacity, dtype=torch.bool)
         for start, r in slots.rows.spans.values():
             free[start : start + r] = False
-        for tensor in (slots.a, slots.b, *([slots.buffer[slots.out_features :]] if slots.laid else [])):
+        for tensor in (slots.a, slots.b, *([beside(slots)] if slots.laid else [])):
             assert not tensor[free].any(), name
 
 

@@ -168,3 +168,10 @@ def snapshot(model: Any) -> dict[str, Any]:
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.storage_offset())
         found[f"tensor {name}"] = (id(tensor), type(tensor), layout, tensor.untyped_storage().nbytes())
     return found
+
+
+def beside(slots: Any) -> Tensor:
+    """A laid module's A as the matmul with its weight, and those of its siblings, reads it."""
+    merged = slots.merged
+    rows: Tensor = merged.buffer[merged.n + slots.index :: len(merged.members)]
+    return rows

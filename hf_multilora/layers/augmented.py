@@ -1,140 +1,134 @@
-"""The augmented weight: one buffer [W ; A] per linear, so that one matmul gives `W x` and every `A x`.
+"""The augmented weight: one buffer [W ; A], so that one matmul gives `W x` and every `A x`; see merged.py for several W.
 
-`weight.data` becomes a view of the buffer's first N rows: the same Parameter, so tying, names and optimizers'
-references hold. `prepare` lays weights when a request opens, and none moves while it is open: a traced or captured
-call keeps their addresses. Whoever replaces the data (`.to`, `load_state_dict(assign=True)`, an assignment) is noticed
-by the address: the call goes without the buffer until the next request lays the weight anew. The buffer is no
-registered buffer, and `state_dict` exports clones.
+`weight.data` becomes a view of the buffer: the same Parameter, so tying, names and optimizers' references hold.
+`prepare` lays weights when a request opens, and none moves while it is open: a traced or captured call keeps their
+addresses. Whoever replaces the data (`.to`, `load_state_dict(assign=True)`, an assignment) is noticed by the address:
+calls go without the buffer until the next request lays the weight anew. The buffer is no registered buffer, and
+`state_dict` exports clones.
 
-`slots.laid` says that A lies in the buffer too. Where A went elsewhere (the pool grew), `laid` is False and the buffer
-is kept until the weight is laid anew or leaves it: while the weight lies in it, copies must not carry its other rows.
+`slots.laid` says that A and B lie in the buffers too. Where they went elsewhere (the pool grew), `laid` is False and
+the buffer is kept until the weight is laid anew or leaves it: while the weight lies in it, copies must not carry its
+other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
+from .merged import Merged
+from .plain import can_lay, plain_call
 from .slots import ModuleSlots
 
-
-def can_lay(module: nn.Module, slots: ModuleSlots) -> bool:
-    """Whether the module's weight may be moved into a buffer: plain, dense, its own, and of A's dtype and device."""
-    weight = module._parameters.get("weight")
-    return (
-        not slots.tied
-        and isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and type(weight) is nn.Parameter
-        and not (weight.is_meta or weight.is_inference())
-        and weight.dtype == slots.a.dtype
-        and weight.device == slots.a.device
-        and weight.is_floating_point()
-        and weight.is_contiguous()
-        and tuple(weight.shape) == (slots.out_features, slots.in_features)
-        and (module.bias is None or _goes_with(module.bias, weight))
-    )
+WASTED = 8  # computations for siblings that did not ask, after which each is computed alone
+Member = tuple[nn.Module, ModuleSlots]
 
 
-def _goes_with(bias: object, weight: nn.Parameter) -> bool:
-    return type(bias) is nn.Parameter and bias.dtype == weight.dtype and bias.device == weight.device
-
-
-def plain_call(module: nn.Module) -> bool:
-    """Whether calling the module is calling its class's forward: no hook and no instance forward is left out."""
-    return not (
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or nn_module._global_forward_hooks
-        or nn_module._global_forward_pre_hooks
-        or nn_module._global_backward_hooks
-        or nn_module._global_backward_pre_hooks
-    )
+def lies(module: nn.Module, slots: ModuleSlots) -> bool:
+    """Whether weight and bias lie in the buffers."""
+    return slots.merged is not None and slots.merged.lies(slots.index)
 
 
 def is_laid(module: nn.Module, slots: ModuleSlots) -> bool:
-    """Whether weight, bias and A all lie in the buffers."""
-    return slots.laid and _both_lie(module, slots)
+    """Whether weight, bias and rank rows all lie in the buffers."""
+    return slots.laid and lies(module, slots)
 
 
-def _both_lie(module: nn.Module, slots: ModuleSlots) -> bool:
-    if not _lies_in(module._parameters.get("weight"), slots.buffer):
-        return False
-    bias = module._parameters.get("bias")
-    return slots.bias_buffer is None if bias is None else _lies_in(bias, slots.bias_buffer)
-
-
-def _lies_in(parameter: Tensor | None, buffer: Tensor | None) -> bool:
-    """Whether the parameter is the first rows of the buffer."""
-    return parameter is not None and buffer is not None and parameter.data_ptr() == buffer.data_ptr()
-
-
-def lay(module: nn.Linear, slots: ModuleSlots) -> None:
-    """Move weight, A and bias into one buffer each. Peak extra memory: this one module."""
-    n, pool = slots.out_features, slots.rows.capacity
+def lay(members: Sequence[Member]) -> None:
+    """Move the weights, biases and rank rows of linears into buffers that they share. Peak extra memory: these."""
+    weights = [module._parameters["weight"] for module, _ in members]
+    biases = [module._parameters.get("bias") for module, _ in members]
+    count, rows = len(members), max(slots.rows.capacity for _, slots in members)
+    n, k = sum(slots.out_features for _, slots in members), members[0][1].in_features
+    size_b = sum(slots.rows.capacity * slots.out_features for _, slots in members)
     with torch.inference_mode(False), torch.no_grad():
-        buffer = torch.empty(n + pool, slots.in_features, dtype=module.weight.dtype, device=module.weight.device)
-        buffer[:n], buffer[n:] = module.weight, slots.a
+        first = weights[0]
+        assert first is not None
+        buffer = torch.empty(n + rows * count, k, dtype=first.dtype, device=first.device)
+        b = torch.empty(size_b, dtype=first.dtype, device=first.device)
         bias = None
-        if module.bias is not None:
-            bias = torch.zeros(n + pool, dtype=module.bias.dtype, device=module.bias.device)
-            bias[:n] = module.bias
-            module.bias.data = bias[:n]
-        module.weight.data = buffer[:n]
-    slots.looked = False  # an interrupt before its end must not leave views of two states
-    slots.a, slots.buffer, slots.bias_buffer, slots.laid = buffer[n:], buffer, bias, True
-    slots.look()
+        if any(one is not None for one in biases):
+            bias = torch.zeros(n + rows * count, dtype=first.dtype, device=first.device)
+        buffer[n:].zero_()
+        merged = Merged(members, buffer, bias, b)
+        for i, (module, slots) in enumerate(members):
+            own, own_bias = weights[i], biases[i]
+            assert own is not None
+            span, capacity = slice(merged.edges[i], merged.edges[i + 1]), slots.rows.capacity
+            own_a = buffer[n + i :: count][:capacity]
+            own_b = b[merged.places[i] : merged.places[i + 1]].view(capacity, slots.out_features)
+            buffer[span], own_a[:], own_b[:] = own, slots.a, slots.b
+            slots.looked = False  # an interrupt before its end must not leave views of two states
+            slots.merged, slots.index = merged, i
+            own.data = buffer[span]
+            if own_bias is not None:
+                assert bias is not None
+                bias[span] = own_bias
+                own_bias.data = bias[span]
+            slots.a, slots.b, slots.laid = own_a, own_b, True
+    for _, slots in members:
+        slots.look()
 
 
 def unlay(module: nn.Module, slots: ModuleSlots) -> None:
-    """Give weight and bias storage of their own again."""
+    """Give weight, bias and rank rows storage of their own again."""
+    merged = slots.merged
     slots.looked = False
     with torch.inference_mode(False), torch.no_grad():
-        for name, buffer in (("weight", slots.buffer), ("bias", slots.bias_buffer)):
-            parameter = module._parameters.get(name)
-            if parameter is not None and _lies_in(parameter, buffer):
-                parameter.data = parameter.data.clone()
+        if merged is not None:
+            for name, buffer in (("weight", merged.buffer), ("bias", merged.bias_buffer)):
+                parameter = module._parameters.get(name)
+                if parameter is not None and _within(parameter, buffer):
+                    parameter.data = parameter.data.clone()
         if slots.laid:
-            slots.a = slots.a.clone()
-        if slots.buffer is not None:  # a weight that was taken out of the module takes no tenant's rows along
-            slots.buffer[slots.out_features :].zero_()
-    slots.buffer, slots.bias_buffer, slots.laid = None, None, False
+            slots.a, slots.b = slots.a.clone(memory_format=torch.contiguous_format), slots.b.clone()
+        if merged is not None:  # a weight that was taken out of the module takes no tenant's rows along
+            merged.buffer[merged.n + slots.index :: len(merged.members)].zero_()
+    slots.merged, slots.laid = None, False
     slots.look()
+    if merged is not None:
+        merged.look()
+
+
+def _within(parameter: Tensor, buffer: Tensor | None) -> bool:
+    """Whether the parameter lies in the buffer."""
+    return buffer is not None and parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def settle(module: nn.Module, slots: ModuleSlots) -> None:
     """Let go of a buffer that weight or bias has left."""
-    if slots.buffer is not None and not _both_lie(module, slots):
+    if slots.merged is not None and not lies(module, slots):
         unlay(module, slots)
 
 
-def prepare(module: nn.Module, slots: ModuleSlots) -> None:
-    """Before a request: lay what can be laid, so that no weight moves while calls are traced or captured."""
-    if not slots.looked:
-        slots.look()
-    settle(module, slots)
-    if slots.layout is not None and not slots.laid and plain_call(module) and can_lay(module, slots):
-        lay(module, slots)  # type: ignore[arg-type]
-
-
-def ready(module: nn.Module, slots: ModuleSlots) -> bool:
-    """Whether this call may use the buffer, as `prepare` laid it. A weight that left it is laid at the next request.
-
-    While gradients of the weight are wanted the buffer, which is no Parameter, is not used.
-    """
-    weight = module._parameters.get("weight")  # None: parametrized
-    if weight is None or (torch.is_grad_enabled() and weight.requires_grad) or not plain_call(module):
+def prepare(members: Sequence[Member]) -> bool:
+    """Before a request: lay what can be laid of linears that are thought to get one input, so that no weight moves
+    while calls are traced or captured. Returns whether something was."""
+    for module, slots in members:
+        if not slots.looked:
+            slots.look()
+        settle(module, slots)
+    if all(slots.layout is None for _, slots in members):
         return False
-    if torch.compiler.is_compiling():  # addresses cannot be read while tracing
-        return slots.laid
-    return is_laid(module, slots)
+    able = [member for member in members if plain_call(member[0]) and can_lay(*member)]
+    kinds = dict.fromkeys((slots.a.dtype, slots.a.device) for _, slots in able)
+    done = False
+    for kind in kinds:
+        alike = [(module, slots) for module, slots in able if (slots.a.dtype, slots.a.device) == kind]
+        merged = alike[0][1].merged
+        wasteful = merged is not None and len(merged.members) > 1 and merged.wasted > WASTED
+        if wasteful or any(slots.alone for _, slots in alike):
+            for _, slots in alike:
+                slots.alone = True
+        for part in [[member] for member in alike] if alike[0][1].alone else [alike]:
+            merged = part[0][1].merged
+            if merged is None or not merged.whole or merged.members != tuple(part):
+                lay(part)
+                done = True
+    return done
 
 
 def without_buffers(state: Any, buffers: Iterable[Tensor | None]) -> Any:

@@ -49,7 +49,7 @@ class AdaptedLayer:
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        if keep_vars or "_lora" not in self.__dict__ or self._lora.buffer is None:
+        if keep_vars or "_lora" not in self.__dict__ or self._lora.merged is None:
             return
         for name in ("weight", "bias"):  # the storage behind them holds tenants' rows, which no base file may carry
             tensor: Tensor | None = destination.get(prefix + name)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from ..kernels import ops  # noqa: F401 (registers the operations)
 from ..kernels.backends import TORCH, Backend
 from ..kernels.torch_backend import add_each, add_one, expand_gated
-from . import augmented
 from .base import AdaptedLayer
+from .plain import plain_call
 from .rows import BASE_ONLY, ONE, SlotRows
 from .slots import ModuleSlots
 
@@ -24,26 +24,19 @@ class LoraLinear(AdaptedLayer, kind="linear"):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots: ModuleSlots = self._lora
+        merged, x = slots.merged, args[0] if args else next(iter(kwargs.values()))
+        if merged is not None:
+            out = merged.compute(slots, x)
+            if out is not None:
+                return out
         path = slots.path()
-        if path == BASE_ONLY:
-            return super().__call__(*args, **kwargs)
-        x: Tensor = args[0] if args else next(iter(kwargs.values()))
-        layout, backend = slots.layout, slots.backend
-        assert layout is not None
-        if path == ONE:
-            y = super().__call__(*args, **kwargs)
-            return add_uniform(y, x, slots, _fresh(self, y))
-        rows = slots.routing.align(x, layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
-        few = rows.shape[0] * rows.shape[1] <= slots.dense_tokens
-        if few and isinstance(self, nn.Linear) and augmented.ready(self, slots):
-            both = F.linear(rows, slots.buffer_used, slots.bias_used)  # type: ignore[arg-type]  # [R, T, N + w]
-            y, h = both[..., : slots.out_features], both[..., slots.out_features :]
-            if backend.name == TORCH or torch.compiler.is_compiling() or both.requires_grad:
-                out = expand_gated(y, h, slots.b_used, layout.closed)
-            else:
-                out = backend.expand(y, h[None], slots.b, *slots.tables(), own_columns=True)
-            return out.view(*x.shape[:-1], slots.out_features)
         y = super().__call__(*args, **kwargs)
+        if path == BASE_ONLY:
+            return y
+        if path == ONE:
+            return add_uniform(y, x, slots, _fresh(self, y))
+        assert slots.layout is not None
+        rows = slots.routing.align(x, slots.layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
         return add_mixed(y, rows, slots, _fresh(self, y))
 
 
@@ -74,7 +67,7 @@ def add_uniform(y: Tensor, x: Tensor, slots: ModuleSlots, own_y: bool = False) -
 
 def _fresh(module: Any, y: Tensor) -> bool:
     """Whether y, which the module's class returned, is known to be nobody else's and needed for no gradient."""
-    plain = type(module).forward is nn.Linear.forward and augmented.plain_call(module)
+    plain = type(module).forward is nn.Linear.forward and plain_call(module)
     return plain and y.is_contiguous() and not y.requires_grad and not torch.compiler.is_compiling()
 
 

@@ -31,7 +31,6 @@ class SlotRows:
     gated = False  # whether its layout says which rank rows are closed to a batch row, or where a row's own rows lie
     unit = 1  # pools are made in multiples of it
     laid = False
-    buffer: Tensor | None = None
     count: int | None = None  # of experts that have rank rows of their own here
     parts: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # slot -> rank of each expert
 
@@ -74,6 +73,11 @@ class SlotRows:
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one rank row where a has `dtype`."""
         return self.in_features * dtype.itemsize + self.out_features * self.b_dtype(dtype).itemsize
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """What the module's weight lies in together with rank rows, if it does."""
+        return None
 
     @property
     def nbytes(self) -> int:

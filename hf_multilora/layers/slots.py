@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..kernels.backends import TORCH
+from ..kernels.backends import TORCH, Backend
 from ..pool import BUCKET
 from ..routing import Routing
 from .rows import SlotRows
+
+if TYPE_CHECKING:
+    from .merged import Merged
 
 # Tokens of a call up to which one dense matmul over the rank rows of all slots is used, beyond it grouped operations.
 # On a CPU the dense one was faster at 8 tokens and 8 adapters, the grouped ones at 512.
@@ -20,6 +23,14 @@ DENSE_ROWS_CPU = 128  # of its rank rows, beyond which those of other slots cost
 # faster than shrink + expand, or as fast; beyond, the other slots' rank rows cost more than they save.
 DENSE_WORK = 1 << 20
 DENSE_ROWS = 4096  # and these are read whatever the batch holds
+
+
+def dense_tokens(backend: Backend, width: int, on_cuda: bool) -> int:
+    """Tokens of a call up to which they are multiplied with the rank rows of all slots, `width` rows of each module:
+    the measured rule."""
+    if backend.name == TORCH:
+        return sys.maxsize if on_cuda else DENSE_TOKENS_CPU if width <= DENSE_ROWS_CPU else 0
+    return 0 if backend.fixed or width > DENSE_ROWS else DENSE_WORK // max(width, 1)
 
 
 class ModuleSlots(SlotRows):
@@ -44,11 +55,16 @@ class ModuleSlots(SlotRows):
         mixable: bool = True,
     ) -> None:
         self.tied = tied  # other modules use its weight, so it stays where it is
-        self.buffer: Tensor | None = None  # [N + P, K] while the weight is laid with A: see augmented.py
-        self.bias_buffer: Tensor | None = None  # [N + P]
-        self.laid = False  # A lies in the buffer too
-        self.dense_tokens = 0
+        self.merged: Merged | None = None  # while the weight is laid with A: see augmented.py
+        self.index = 0  # among the members of `merged`
+        self.laid = False  # A and B lie in its buffers too
+        self.alone = False  # its siblings turned out not to get its input
+        self.dense_tokens = 0  # for the torch backend, where the weight is not laid
         super().__init__(name, in_features, out_features, routing, flat=flat, mixable=mixable)
+
+    @property
+    def buffer(self) -> Tensor | None:
+        return None if self.merged is None else self.merged.buffer
 
     def look(self) -> None:
         """Set the views of the occupied prefix, w rank rows wide, that the dense path reads, and how far it goes.
@@ -57,20 +73,14 @@ class ModuleSlots(SlotRows):
         """
         self.looked = False  # an interrupt half way must not leave views of two states
         width = 0 if self.layout is None else self.layout.width
-        end = self.out_features + width
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
-        self.buffer_used = None if self.buffer is None else self.buffer[:end]  # [N + w, K]
-        self.bias_used = None if self.bias_buffer is None else self.bias_buffer[:end]  # [N + w]
         self._see(self.a_used.data_ptr(), self.b_used.data_ptr(), width)
-        if self.backend.name == TORCH:
-            few = DENSE_TOKENS_CPU if width <= DENSE_ROWS_CPU else 0
-            self.dense_tokens = sys.maxsize if self.a.is_cuda else few
-        else:
-            dense = self.laid and not self.backend.fixed and width <= DENSE_ROWS
-            self.dense_tokens = DENSE_WORK // max(width, 1) if dense else 0
+        self.dense_tokens = dense_tokens(self.backend, width, self.a.is_cuda) if self.backend.name == TORCH else 0
+        if self.merged is not None:
+            self.merged.look()
         self.looked = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""
-        views = dict.fromkeys(("a_used", "b_used", "buffer_used", "bias_used"))
-        return super().__getstate__() | views | {"buffer": None, "bias_buffer": None, "laid": False}
+        own = {"a_used": None, "b_used": None, "b": self.b.detach().clone(), "merged": None, "laid": False}
+        return super().__getstate__() | own

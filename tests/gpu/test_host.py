@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_multilora import CapacityError, MultiLoRAModel
 from hf_multilora.host import HostAdapter
-from tests.tiny import Family, assert_rows, llama, logits, same_ids
+from tests.tiny import Family, assert_rows, beside, llama, logits, same_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -224,7 +224,7 @@ def test_a_load_that_fails_half_way_leaves_an_empty_slot(
     monkeypatch.undo()
     for slots, start, r in old:
         assert slots.laid and slot not in slots.rows.spans
-        for rows in (slots.a, slots.b, slots.buffer[slots.out_features :]):
+        for rows in (slots.a, slots.b, beside(slots)):
             assert not rows[start : start + r].view(torch.int32).any()
     check(own, model, ["other", None])
     check(own, model, ["y", None, "other"])

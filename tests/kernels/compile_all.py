@@ -70,13 +70,15 @@ def main(targets: list[int]) -> int:
             common = {"SLOTS": 16, "BLOCK_M": t.block_m, "BLOCK_R": t.block_r}
             common |= {"PRECISION": precision, "STEPS": 1 + (width == 4)}
             data = TABLES | {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
-            constants = common | {"BLOCK_K": t.block_k, "EVEN_K": False}
+            early = target >= 90
+            constants = common | {"BLOCK_K": t.block_k, "EVEN_K": False, "SLICES": 1, "PDL": early}
             found = {"shrink": compiled(lora_shrink_kernel, data, constants, target, t.warps, 3)}
             data = TABLES | {"y": f"*{dtype}", "b": f"*{dtype}", "out": f"*{dtype}"}
-            for own, pieces, planes in ((False, 1, 4), (True, 1, 1), (False, 3, 1)):
+            for own, pieces, planes in ((False, 1, 4), (True, 1, 1), (False, 3, 1), (True, 3, 1)):
                 constants = common | {
                     "BLOCK_N": t.block_n, "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own,
                     "SCALE": pieces > 1, "BIAS": pieces > 1, "LOOP": t.loop,
+                    "PDL": early,
                 }  # fmt: skip
                 pointers = data | {"h": f"*{dtype}" if own else "*fp32"}
                 extra = {"slices": "*i64", "scale": f"*{dtype}", "bias": f"*{dtype}"}

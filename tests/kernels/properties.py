@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_multilora.kernels.backends import TORCH, TRITON_FIXED, backend
 from hf_multilora.kernels.torch_backend import expand_gated
-from tests.kernels.suite import BASE, Case, by_rows, closed, nan_filled, run, run_own, within
+from tests.kernels.suite import BASE, Case, by_rows, closed, joined, nan_filled, run, run_own, within
 
 
 def others(c: Case) -> list[int]:
@@ -97,7 +97,7 @@ def check_twice(c: Case, name: str, split: int = 1) -> None:
     assert equal(first, again)
     kernels, count = backend(name), 1 if name == TORCH else split
     h = kernels.shrink(c.x, c.a, *tables, c.max_rank, count)
-    assert torch.equal(kernels.expand(c.y, h, c.b, *tables, **c.extras()), first[1])
+    assert torch.equal(joined(c, kernels.expand(c.y, h, c.b, *tables, **c.extras())), first[1])
     with nan_filled() as made:
         kernels.expand(c.y, kernels.shrink(c.x, c.a, *tables, c.max_rank, count), c.b, *tables, **c.extras())
     assert len(made) >= 2 or name == TORCH, "this test must fill what the kernels write"
@@ -108,7 +108,7 @@ def check_twice(c: Case, name: str, split: int = 1) -> None:
 def check_chosen_split(c: Case, name: str) -> None:
     """What a layer calls: the backend itself, which chooses the split."""
     kernels, tables = backend(name), c.tables()
-    out = kernels.expand(c.y, kernels.shrink(c.x, c.a, *tables, c.max_rank), c.b, *tables, **c.extras())
+    out = joined(c, kernels.expand(c.y, kernels.shrink(c.x, c.a, *tables, c.max_rank), c.b, *tables, **c.extras()))
     assert within(out, by_rows(c, torch.float64)[1], by_rows(c, c.y.dtype)[1])
     assert not within(out.roll(1, 0), by_rows(c, torch.float64)[1], by_rows(c, c.y.dtype)[1])
 
@@ -151,7 +151,7 @@ def fixed(c: Case, rows: list[int] | None = None) -> tuple[Tensor, Tensor]:
     kernels, tables = backend(TRITON_FIXED), c.tables(rows)
     with nan_filled():
         h = kernels.shrink(c.x, c.a, *tables, c.max_rank)
-        return h, kernels.expand(c.y, h, c.b, *tables, **c.extras())
+        return h, joined(c, kernels.expand(c.y, h, c.b, *tables, **c.extras()))
 
 
 def check_fixed(c: Case) -> None:

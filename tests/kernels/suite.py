@@ -61,7 +61,7 @@ def mix_of(name: str, rows: int, slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Case:
-    """x [R, T, K], y [R, T, N], a [P, K], b [P, N], or flat with `slices`; starts, ranks: [L][S]."""
+    """x [R, T, K], y [R, T, N], a [P * L, K], b [P, N], or flat with `slices`; starts, ranks: [L][S]."""
 
     x: Tensor
     y: Tensor
@@ -98,7 +98,9 @@ class Case:
             if r:
                 begin, column = offset + start * width, piece * self.max_rank
                 columns, own = slice(first, first + width), slice(column, column + r)
-                yield piece, columns, own, slice(start, start + r), slice(begin, begin + r * width)
+                lanes = len(self.starts)
+                rank_rows = slice(start * lanes + piece, (start + r - 1) * lanes + piece + 1, lanes)
+                yield piece, columns, own, rank_rows, slice(begin, begin + r * width)
 
     def used(self, rows: Sequence[int] | None = None) -> set[int]:
         return set(self.rows if rows is None else rows) - {BASE}
@@ -147,13 +149,16 @@ def case(
             size += (high - low) * width
     x = torch.randn(rows, tokens, k + extra, device=device).to(dtype)[..., :k]
     y = torch.randn(rows, tokens, n + extra, device=device).to(dtype)[..., :n]
-    a, b = ((torch.randn(count, device=device) / 4).to(dtype) for count in (used * k, size))
+    lanes = len(widths)
+    a, b = ((torch.randn(count, device=device) / 4).to(dtype) for count in (used * lanes * k, size))
     scale = bias = None
     if epilogue:
         scale, bias = ((torch.randn(slots, n, device=device) + 1).to(dtype) for _ in range(2))
     top = max(bound, max(map(max, ranks)))
     shaped = b.view(used, n) if slices is None else b
-    return Case(x, y, a.view(used, k), shaped, mix_of(mix, rows, slots), starts, ranks, top, slices, scale, bias)
+    return Case(
+        x, y, a.view(used * lanes, k), shaped, mix_of(mix, rows, slots), starts, ranks, top, slices, scale, bias
+    )
 
 
 def by_rows(c: Case, dtype: torch.dtype, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -207,7 +212,20 @@ def run(c: Case, backend: str, tables: Tables | None = None, split: int = 1) -> 
     with nan_filled():
         h = ops.lora_shrink(c.x, c.a, *tables, c.max_rank, split, backend)
         out = ops.lora_expand(c.y, poisoned_h(c, h, tables), c.b, *tables, **c.extras(), backend=backend)
-    return h.sum(0), out
+    return h.sum(0), joined(c, out)
+
+
+def joined(c: Case, out: Tensor) -> Tensor:
+    """[R, T, N] of what lora_expand gives."""
+    if c.slices is None:
+        return out
+    whole = torch.empty_like(c.y)
+    rows, tokens = c.y.shape[:2]
+    assert out.shape == (c.y.numel(),)
+    for first, width, _ in c.slices:
+        begin = rows * tokens * first
+        whole[..., first : first + width] = out[begin : begin + rows * tokens * width].view(rows, tokens, width)
+    return whole
 
 
 def poisoned_h(c: Case, h: Tensor, tables: Tables) -> Tensor:
@@ -222,13 +240,13 @@ def poisoned_h(c: Case, h: Tensor, tables: Tables) -> Tensor:
 
 
 def own_columns(c: Case) -> tuple[Tensor, Tensor]:
-    """y [R, T, N] and h [1, R, T, P] as views of one buffer, as a matmul with the augmented weight gives them."""
+    """y [R, T, N] and h [1, R, T, P * L] as views of one buffer, as a matmul with the augmented weight gives them."""
     both = torch.cat((c.y, torch.matmul(c.x, c.a.T).to(c.y.dtype)), 2)
     return both[..., : c.y.shape[2]], both[..., c.y.shape[2] :][None]
 
 
 def closed(c: Case, rows: Sequence[int] | None = None) -> Tensor:
-    """bool [R, P], True where a rank row is not the row's own."""
+    """bool [R, P * L], True where a rank row is not the row's own."""
     mask = torch.ones(len(c.rows), len(c.a), dtype=torch.bool, device=c.x.device)
     for row, slot in enumerate(c.rows if rows is None else rows):
         for _, _, _, rank_rows, _ in c.parts(slot) if slot != BASE else ():
@@ -243,4 +261,5 @@ def run_own(c: Case, backend: str, tables: Tables | None = None, poison: float =
         tables = c.tables()
         h.masked_fill_(closed(c)[None, :, None], poison)
     with nan_filled():
-        return ops.lora_expand(y, h, c.b, *tables, **c.extras(), own_columns=True, backend=backend)
+        out = ops.lora_expand(y, h, c.b, *tables, **c.extras(), own_columns=True, backend=backend)
+    return joined(c, out)

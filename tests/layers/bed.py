@@ -39,7 +39,7 @@ class Bed:
         wrap(module, kind, self.slots)
 
     def __call__(self, x: Tensor, rows: list[int] | None = None) -> Any:
-        prepare(self.module, self.slots)  # as Runtime.request does
+        prepare([(self.module, self.slots)])  # as Runtime.request does
         self.routing.push(Request(tuple(ROWS if rows is None else rows)))
         try:
             return self.module(x)

@@ -1,0 +1,191 @@
+"""Linears that one input feeds, computed by one matmul and one expand.
+
+Where a linear's weight can be laid in a buffer (see augmented.py), those of its siblings lie in the same one: q, k and
+v, or gate and up. Whichever of them is called first computes all; the others find their output in `routing.shared`, if
+they are called with the same tensor, unchanged since. A guess of siblings that is wrong costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..kernels import ops  # noqa: F401 (registers the operations)
+from ..kernels.torch_backend import expand_gated
+from ..pool import Layout
+from .plain import plain_call
+from .rows import BASE_ONLY, ONE
+from .slots import ModuleSlots, dense_tokens
+
+class Joint:
+    """starts and ranks of L linears that may have different rank rows: int32 [L, slots] each, at fixed addresses."""
+
+    def __init__(self, layouts: Sequence[Layout | None]) -> None:
+        first = next(layout for layout in layouts if layout is not None)
+        self.layouts = tuple(layouts)
+        self.tables = torch.zeros(2, len(layouts), first.starts.shape[1], dtype=torch.int32, device=first.device)
+        self.starts, self.ranks = self.tables.unbind()
+        self.take()
+
+    def take(self) -> None:
+        """The spans as they now are, by one copy."""
+        self.bound = max(layout.no_rows.shape[1] for layout in self.layouts if layout is not None)
+        host = torch.zeros(self.tables.shape, dtype=torch.int32)
+        for i, layout in enumerate(self.layouts):
+            for slot, (start, r) in {} if layout is None else layout.spans.items():
+                host[0, i, slot], host[1, i, slot] = start, r
+        self.tables.copy_(host)
+
+
+class Merged:
+    """L linears in one buffer [W_1; ...; W_L; A], rank row p of the i-th at row p * L + i of A, and in one flat b.
+
+    members: the linears and their rank rows, which are views of `buffer` and `b` while they are `laid`.
+    whole: all are. sizes: their output features. width: rank rows of each in the occupied prefix. used: views of that,
+    and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. wasted: runs
+    whose outputs the other members did not take.
+    """
+
+    def __init__(
+        self, members: Sequence[tuple[nn.Module, ModuleSlots]], buffer: Tensor, bias: Tensor | None, b: Tensor
+    ) -> None:
+        self.members = tuple(members)
+        self.buffer, self.bias_buffer, self.b = buffer, bias, b
+        self.sizes = [slots.out_features for _, slots in members]
+        self.edges = [0, *accumulate(self.sizes)]
+        self.n = self.edges[-1]
+        self.places = [0, *accumulate(slots.rows.capacity * slots.out_features for _, slots in members)]  # in b
+        table = list(zip(self.edges[:-1], self.sizes, self.places[:-1], strict=True))
+        self.slices = torch.tensor(table, dtype=torch.int64).to(buffer.device) if len(table) > 1 else None
+        self.weights = buffer[: self.n], None if bias is None else bias[: self.n]
+        self.addresses = [
+            (buffer[low].data_ptr(), None if bias is None or module.bias is None else bias[low].data_ptr())
+            for low, (module, _) in zip(self.edges, self.members, strict=False)
+        ]
+        self.joint: Joint | None = None
+        self.leads: list[ModuleSlots] = []
+        self.wasted = 0
+        self.look()
+
+    def look(self) -> None:
+        """Set what follows from the members' rank rows and layouts."""
+        all_slots = [slots for _, slots in self.members]
+        self.whole = all(slots.laid and slots.merged is self for slots in all_slots)
+        self.width = max((slots.layout.width for slots in all_slots if slots.layout is not None), default=0)
+        end = self.n + self.width * len(all_slots)
+        self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
+        layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
+        self.leads = list(layouts.values())[::-1]  # one for each layout
+
+    def lead(self) -> tuple[ModuleSlots, int]:
+        """A member in which rows of the call have an adapter, if there is one, and what is to do there."""
+        for slots in self.leads:
+            path = slots.path()
+            if path != BASE_ONLY:
+                return slots, path
+        return self.members[0][1], BASE_ONLY
+
+    def lies(self, index: int) -> bool:
+        """Whether weight and bias of a member are where they were laid."""
+        parameters, (at, bias_at) = self.members[index][0]._parameters, self.addresses[index]
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None or weight.data_ptr() != at:
+            return False
+        return bias is None if bias_at is None else bias is not None and bias.data_ptr() == bias_at
+
+    def ready(self) -> bool:
+        """Whether a call may use the buffer, as `augmented.prepare` laid it. A weight that left it is laid at the next
+        request. While gradients of a weight are wanted the buffer, which is no Parameter, is not used."""
+        if not self.whole or self.joint is None:
+            return False
+        gradients, tracing = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        for index, (module, _) in enumerate(self.members):
+            if not plain_call(module):
+                return False
+            weight = module._parameters.get("weight")
+            if weight is None or (gradients and weight.requires_grad):
+                return False
+            if not tracing and not self.lies(index):  # addresses cannot be read while tracing
+                return False
+        return True
+
+    def compute(self, slots: ModuleSlots, x: Tensor) -> Tensor | None:
+        """The output of one member, and with it those of the others; None where it must be computed alone."""
+        shared = slots.routing.shared
+        if shared is not None:
+            merged, same, version, outs = shared
+            if merged is self and same is x and (version is None or version == x._version):
+                own: Tensor | None = outs[slots.index]
+                if own is not None:
+                    outs[slots.index] = None
+                    if all(other is None for other in outs):
+                        slots.routing.shared = None  # else a traced graph would keep the outputs
+                    return own
+        lead, path = self.lead()
+        if path == BASE_ONLY or not self.ready():
+            return None
+        found = self.run(lead, path, x)
+        if found is None:
+            return None
+        own = found[slots.index]
+        if len(found) > 1:
+            tracing = torch.compiler.is_compiling()
+            if shared is not None and not tracing:
+                shared[0].wasted += 1
+            found[slots.index] = None
+            version = None if tracing or x.is_inference() else x._version  # which these do not have
+            slots.routing.shared = self, x, version, found
+        return own
+
+    def run(self, lead: ModuleSlots, path: int, x: Tensor) -> list[Tensor | None] | None:
+        """The members' outputs for x; None where each is computed better alone."""
+        backend, layout, routing = lead.backend, lead.layout, lead.routing
+        assert layout is not None and self.joint is not None
+        tracing = torch.compiler.is_compiling()
+        if path == ONE:
+            if backend.expand_laid is None or tracing:
+                return None
+            assert routing.uniform is not None
+            rows, table = x.reshape(1, -1, x.shape[-1]), layout.alone(routing.uniform)
+        else:
+            assert layout.table is not None
+            rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
+        tables = table.order, table.offsets, self.joint.starts, self.joint.ranks
+        if rows.shape[0] * rows.shape[1] <= dense_tokens(backend, self.width, self.buffer.is_cuda):
+            both = F.linear(rows, *self.used)  # [R, T, N + w * L]
+            if backend.expand_laid is None or tracing or both.requires_grad:
+                return None if path == ONE else self._gated(both, x)
+            return self._split(backend.expand_laid(both, self.n, self.b, *tables, self.slices), x)
+        if backend.expand_laid is None or tracing or (torch.is_grad_enabled() and rows.requires_grad):
+            return None
+        y = F.linear(rows, *self.weights)
+        a = self.buffer[self.n :]
+        h = backend.shrink(rows.to(a.dtype), a, *tables, self.joint.bound, early=True)
+        return self._split(backend.expand(y, h, self.b, *tables, self.slices, early=True), x)
+
+    def _gated(self, both: Tensor, x: Tensor) -> list[Tensor | None]:
+        """In plain torch: with gradients, or left to the compiler."""
+        outs: list[Tensor | None] = []
+        count = len(self.members)
+        for i, (_, slots) in enumerate(self.members):
+            y = both[..., self.edges[i] : self.edges[i + 1]]
+            if slots.layout is None:
+                out = y.contiguous()
+            else:
+                h = both[..., self.n + i :: count][..., : slots.b_used.shape[0]]
+                out = expand_gated(y, h, slots.b_used, slots.layout.closed)
+            outs.append(out.view(*x.shape[:-1], self.sizes[i]))
+        return outs
+
+    def _split(self, out: Tensor, x: Tensor) -> list[Tensor | None]:
+        """The members' parts of what the expand gave."""
+        lead = x.shape[:-1]
+        if len(self.sizes) == 1:
+            return [out.view(*lead, self.n)]
+        tokens = out.shape[0] // self.n
+        parts = out.split([tokens * size for size in self.sizes])
+        return [part.view(*lead, size) for part, size in zip(parts, self.sizes, strict=True)]

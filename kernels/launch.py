@@ -1,0 +1,94 @@
+"""Launches of Triton kernels: on the right device, with a clear error where one cannot be built, and cheaply again.
+
+Triton's own launch looks at every argument to find the compiled kernel: 13 us of CPU on an H200's host. A `Launcher`
+keeps what it found, by what the kernel was specialised for.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import PTXASError
+
+from .backends import KernelError
+
+# of the compiler, its assembler, and the C compiler (a missing one too) that builds launchers
+BROKEN = (triton.CompilationError, PTXASError, triton.OutOfResources, subprocess.CalledProcessError, FileNotFoundError)
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may be launched while the one before them still runs (programmatic dependent launch, from
+    compute capability 9.0 on); elsewhere they are launched after its end, about 0.5 us later each."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and hasattr(tl.extra.cuda, "gdc_wait")
+    )
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """On the device of the first argument, which need not be the current one. Returns the compiled kernel (in the
+    interpreter None). Raises KernelError where the kernel cannot be compiled."""
+    device = arguments[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, arguments, constants)
+    try:
+        return kernel[grid](*arguments, **constants)
+    except BROKEN as error:
+        raise _broken(kernel, error) from error
+    except RuntimeError as error:
+        if "C compiler" not in str(error):  # Triton builds its launcher with one
+            raise
+        raise _broken(kernel, error) from error
+
+
+def _broken(kernel: Any, error: Exception) -> KernelError:
+    return KernelError(
+        f"the Triton kernel {kernel.fn.__name__} must compile on this machine, it did not: {type(error).__name__}: "
+        f"{str(error)[:300]}; install a C compiler and a Triton that fits torch and this GPU, or pass backend='torch' "
+        f"to from_pretrained"
+    )
+
+
+class Launcher:
+    """One kernel with its grid, numbers and constants, for tensors of one kind on one device.
+
+    numbers, constants: in the order of the kernel's parameters, after its pointers. Where a kernel is looked up again
+    only what Triton specialises for can differ: whether addresses are multiples of 16.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        numbers: tuple[int, ...],
+        constants: dict[str, Any],
+        warps: int,
+        stages: int,
+    ) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.options = {"num_warps": warps, "num_stages": stages} | ({"launch_pdl": True} if constants["PDL"] else {})
+        self.rest = (*numbers, *constants.values())
+        self.compiled: dict[tuple[bool | None, ...], Any] = {}
+
+    def __call__(self, *pointers: Tensor | None) -> None:
+        """Raises as `launch` does."""
+        addresses = [None if t is None else t.data_ptr() for t in pointers]
+        kind = tuple([None if a is None else not a & 15 for a in addresses])
+        compiled, first = self.compiled.get(kind), pointers[0]
+        assert first is not None
+        if compiled is not None and first.get_device() == torch.cuda.current_device():
+            compiled[self.grid](*addresses, *self.rest)
+            return
+        compiled = launch(self.kernel, self.grid, (*pointers, *self.numbers), self.constants | self.options)
+        if compiled is not None:
+            self.compiled[kind] = compiled
