@@ -125,8 +125,10 @@ def rms(values: Tensor) -> float:
 
 
 def moved(rows: Rows) -> Rows:
-    """Every row with another adapter: that of the next row, or the base where all have the same."""
-    return [*rows[1:], rows[0]] if len(set(rows)) > 1 else [None] * len(rows)
+    """Every row with another adapter: the next of those in the batch, or the base where all have the same."""
+    names = list(dict.fromkeys(rows))
+    turned = dict(zip(names, [*names[1:], names[0]], strict=True)) if len(names) > 1 else {}
+    return [turned.get(name) for name in rows]
 
 
 @torch.no_grad()

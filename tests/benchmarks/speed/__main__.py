@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from . import steps
+from . import generate, linears, loads, steps
 from .results import Results
 from .settings import arguments
 from .stage import Run, Stage
@@ -28,13 +28,13 @@ from .workshop import Workshop
 
 @dataclass(frozen=True)
 class Plan:
-    """A stage: what it runs, the names of its cells (of a tiny model: True), and its base.
+    """A stage: what it runs, the names of its cells, and its base.
 
     shape: instead of the command line's; None: the stage makes a base of its own. layers: unless the command line says.
     """
 
     run: Run
-    cells: Callable[[bool], Iterable[str]]
+    cells: Callable[[argparse.Namespace], Iterable[str]]
     shape: str | None = ""
     layers: int | None = None
 
@@ -42,15 +42,19 @@ class Plan:
 PLANS: dict[str, Plan] = {
     "decode": Plan(steps.decode, steps.decode_cells),
     "prefill": Plan(steps.prefill, steps.prefill_cells),
+    "generate": Plan(generate.run, generate.cells),
+    "loads": Plan(loads.run, loads.cells),
+    "linears": Plan(linears.linears, linears.linears_cells, None),
+    "popularity": Plan(linears.popularity, linears.popularity_cells, None),
     "decode-small": Plan(steps.decode, steps.decode_cells, "qwen3-0.6b"),
 }
 
 
-def chosen(settings: argparse.Namespace, small: bool) -> list[str]:
+def chosen(settings: argparse.Namespace) -> list[str]:
     """The stages that have cells to run. Raises SystemExit for a cell that none of the stages has."""
     if settings.cells is None:
         return list(settings.stages)
-    known = {name: list(PLANS[name].cells(small)) for name in settings.stages}
+    known = {name: list(PLANS[name].cells(settings)) for name in settings.stages}
     unknown = set(settings.cells) - {cell for cells in known.values() for cell in cells}
     if unknown:
         raise SystemExit(f"--cells must name cells of the stages, {known}, got {sorted(unknown)}")
@@ -81,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results, shop, failed = Results(settings.out, settings.device), Workshop(settings, say), []
     with tempfile.TemporaryDirectory(dir=settings.scratch) as scratch:
         settings.folder = Path(scratch)
-        small = settings.shape == "tiny"
-        for name in chosen(settings, small):
+        small = settings.small
+        for name in chosen(settings):
             plan = PLANS[name]
             shape = settings.shape if small or not plan.shape else plan.shape
             layers = settings.layers if settings.layers or small else plan.layers

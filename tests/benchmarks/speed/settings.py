@@ -41,7 +41,7 @@ def arguments(argv: Sequence[str] | None, about: str | None, stages: Sequence[st
         "--out",
         type=Path,
         default=ROOT / "bench-results" / "gpu-speed.json",
-        help="the stages' results are merged in it",
+        help="where the results of stages are merged",
     )
     settings = parser.parse_args(argv)
     names = [name for some in settings.stages for name in some.split(",") if name]
@@ -49,5 +49,6 @@ def arguments(argv: Sequence[str] | None, about: str | None, stages: Sequence[st
     if unknown or not names:
         parser.error(f"--stages must be among {['all', *stages]}, got {unknown or settings.stages}")
     settings.stages = list(stages) if "all" in names else list(dict.fromkeys(names))
+    settings.small = settings.shape == "tiny"
     MultiLoRAConfig(backend=settings.backend)  # raises before any work where there is none of that name
     return settings

@@ -1,4 +1,4 @@
-"""The two sides of a cell: a batch of one subject, its step, the CUDA graph of that step, and what must hold of them."""
+"""The two sides of a cell: a batch of one subject, its step, the CUDA graph of that step, and what must hold."""
 
 from __future__ import annotations
 

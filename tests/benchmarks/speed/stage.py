@@ -26,7 +26,7 @@ class Stage:
         self.name, self.settings, self.shop, self.results = name, settings, shop, results
         self.device: str = settings.device
         self.cuda = self.device.startswith("cuda")
-        self.small: bool = settings.shape == "tiny"
+        self.small: bool = settings.small
         self.record = results.open(name, facts)
         self.started = time.perf_counter()
         self.before = self.record["seconds"]

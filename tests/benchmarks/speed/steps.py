@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -38,20 +39,20 @@ PREFILL = _prefill(
 PREFILL_SMALL = _prefill((2, 7, 0, 2), (2, 7, 1, 2), (4, 7, 4, 4))
 
 
-def decode_cells(small: bool) -> Cells:
-    return DECODE_SMALL if small else DECODE
+def decode_cells(settings: argparse.Namespace) -> Cells:
+    return DECODE_SMALL if settings.small else DECODE
 
 
-def prefill_cells(small: bool) -> Cells:
-    return PREFILL_SMALL if small else PREFILL
+def prefill_cells(settings: argparse.Namespace) -> Cells:
+    return PREFILL_SMALL if settings.small else PREFILL
 
 
 def decode(stage: Stage) -> None:
-    run(stage, decode_cells(stage.small))
+    run(stage, decode_cells(stage.settings))
 
 
 def prefill(stage: Stage) -> None:
-    run(stage, prefill_cells(stage.small))
+    run(stage, prefill_cells(stage.settings))
 
 
 def run(stage: Stage, cells: Cells) -> None:

@@ -1,8 +1,8 @@
 """What the figures stand beside: the best peer, the probe, the target. Data, from measurements on one H200.
 
-A value is a ratio to the bare model in the same run and lower is better, unless `better` and `unit` say otherwise. peer:
-the best of the serving engines' kernels, dropped into the same linears (PEFT, where there is no other). probe: the best
-throw-away experiment. stretch: the target that is beyond it.
+A value is a ratio to the bare model in the same run and lower is better, unless `better` and `unit` say otherwise.
+peer: the best of the serving engines' kernels, dropped into the same linears (PEFT, where there is no other). probe:
+the best throw-away experiment. stretch: a target beyond the target.
 """
 
 from __future__ import annotations
