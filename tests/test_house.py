@@ -29,6 +29,7 @@ EDGES: dict[str, set[str]] = {
     "entry": {"routing"},
     "formats": set(),
     "sources": set(),
+    "siblings": {"sources"},
     "moe": {"formats", "patches", "sources"},
     "census": {"formats", "moe", "patches", "sources"},
     "layers": BELOW_LAYERS,
