@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from . import generate, linears, loads, steps
+from . import accuracy, compiled, generate, linears, loads, many, sanitize, steps
 from .results import Results
 from .settings import arguments
 from .stage import Run, Stage
@@ -46,6 +46,10 @@ PLANS: dict[str, Plan] = {
     "loads": Plan(loads.run, loads.cells),
     "linears": Plan(linears.linears, linears.linears_cells, None),
     "popularity": Plan(linears.popularity, linears.popularity_cells, None),
+    "many": Plan(many.run, many.cells, layers=many.LAYERS),
+    "compiled": Plan(compiled.run, compiled.cells, layers=compiled.LAYERS),
+    "accuracy": Plan(accuracy.run, accuracy.cells, layers=accuracy.LAYERS),
+    "sanitize": Plan(sanitize.run, sanitize.cells, None),
     "decode-small": Plan(steps.decode, steps.decode_cells, "qwen3-0.6b"),
 }
 

@@ -32,7 +32,7 @@ def arguments(argv: Sequence[str] | None, about: str | None, stages: Sequence[st
     add("--tokens", type=int, default=24, help="that generate makes in a block")
     add("--batches", type=int, default=12, help="of a stream of requests")
     add("--registered", type=int, nargs="+", default=[5, 100, 1000, 2000], help="adapters of stage many")
-    add("--requests", type=int, default=320, help="of stage many, for each number of adapters")
+    add("--requests", type=int, default=640, help="of stage many, for each number of adapters")
     add("--load", type=float, default=1.2, help="arrivals of stage many over what it can serve with few adapters")
     add("--cv", type=float, default=1.0, help="variation of the times between arrivals; 1: a Poisson process")
     add("--limit", type=float, default=450.0, help="seconds of a stage after which no further cell starts")
