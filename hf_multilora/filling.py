@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from .config import MultiLoRAConfig
 from .formats import A_ONE, B_ONE, LORA, Adapter, is_lora, split_half, split_site
-from .host import HostAdapter, out_of_memory, pack
+from .host import HostAdapter, Place, out_of_memory, pack
+from .kernels.backends import TORCH, has_triton
 from .layers import ExpertSlots, SlotRows
 from .layers.rows import Pool, home_of, own_tensor
 from .moe import experts_of
 from .patches.facts import Facts
 from .pool import pool_rows
 from .sites import Sites
-from .staging import Staging
+from .staging import Staging, remote, span_of
 from .store import CapacityError
 
 
@@ -60,18 +61,29 @@ class Filling(Sites):
             host.pin()
         return host
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def fill(self, slot: int, host: HostAdapter) -> None:
-        """Replace what is in a slot by an adapter: per device one copy and one scatter, which are done on return.
+        """Replace what is in a slot by an adapter: per device one copy, unless it was brought ahead, and one scatter,
+        which are done on return.
 
         Rows of the same rank stay where they are. After an error pools are what they were, and the caller empties the
-        slot. Raises CapacityError where the memory of a device runs out.
+        slot. Raises CapacityError where the memory of a device runs out, also without what was brought ahead for
+        others.
         """
-        for staging in self.staging.values():
-            staging.begin(host)  # runs beside all that follows
+        try:
+            self._fill(slot, host)
+        except CapacityError:
+            if not any([staging.ahead.keep(()) for staging in self.staging.values()]):
+                raise
+            self.empty(slot)
+            self._fill(slot, host)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _fill(self, slot: int, host: HostAdapter) -> None:
         grown: list[tuple[SlotRows, Pool]] = []
         try:
+            for staging in self.staging.values():
+                staging.begin(host, whole=len(self.staging) == 1)  # runs beside all that follows
             ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
             kept = {name for name, r in ranks.items() if self._stays(name, slot, r, host.parts.get(name))}
             self._wipe(slot, kept)
@@ -85,13 +97,12 @@ class Filling(Sites):
                 if device.type == "cuda":
                     host.pin()
                 try:
-                    staging = self.staging.get(device) or self.staging.setdefault(device, Staging(device))
-                    sources, targets = staging.take(host, names), list[Tensor]()
+                    targets = list[Tensor]()
                     for name in names:
                         site = self.sites[name][1]
                         placed = name in kept
                         targets += site.tenant(slot) if placed else site.place(slot, ranks[name], host.parts.get(name))
-                    torch._foreach_copy_(targets, sources)
+                    self.staging_at(device).move(host, names, targets)
                 except RuntimeError as error:
                     self._require_room("the copy of its factors", host.nbytes, device, error)
                     raise
@@ -100,9 +111,24 @@ class Filling(Sites):
                 slots.restore(pool)
             raise
         finally:
-            for device in self.staging:
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
+            for staging in self.staging.values():
+                staging.finish()
+
+    def staging_at(self, device: torch.device) -> Staging:
+        if device not in self.staging:
+            kernel = remote(device) and self.config.backend != TORCH and has_triton()
+            self.staging[device] = Staging(device, kernel)
+        return self.staging[device]
+
+    def bring(self, host: HostAdapter) -> None:
+        """Start to bring an adapter's bytes to the CUDA devices of its modules, ahead of its use. Raises
+        torch.OutOfMemoryError."""
+        homes: dict[torch.device, list[Place]] = {}
+        for name, pair in host.places.items():
+            homes.setdefault(home_of(self.sites[name][0]), []).extend(pair)
+        for device, places in homes.items():
+            if remote(device):
+                self.staging_at(device).ahead.bring(host, *span_of(places))
 
     def _stays(self, name: str, slot: int, r: int, parts: tuple[int, ...] | None) -> bool:
         """Whether the slot has r rank rows in this module already, and each expert its part of them, where the module
@@ -165,13 +191,21 @@ class Filling(Sites):
     @torch.no_grad()
     def empty(self, slot: int) -> None:
         """Give up the rows of a slot; nothing of the tenant stays behind."""
-        self._wipe(slot, ())
+        self._wipe(slot, (), plain=True)
 
-    def _wipe(self, slot: int, kept: Collection[str]) -> None:
-        """Give up the slot's rows, all wiped at once, but for those of the `kept` modules."""
+    def _wipe(self, slot: int, kept: Collection[str], plain: bool = False) -> None:
+        """Give up the slot's rows, all wiped at once, but for those of the `kept` modules. plain: by what cannot fail,
+        as it is done after errors."""
         held = [slots for name, (_, slots) in self.sites.items() if slot in slots.rows.spans and name not in kept]
         if held:
             self._stale = True
-            torch._foreach_zero_([rows for slots in held for rows in slots.tenant(slot)])
+            by_device: dict[torch.device, list[Tensor]] = {}
+            for slots in held:
+                by_device.setdefault(slots.a.device, []).extend(slots.tenant(slot))
+            for device, rows in by_device.items():
+                if plain or device not in self.staging:
+                    torch._foreach_zero_(rows)
+                else:
+                    self.staging[device].wipe(rows)
         for slots in held:
             slots.clear(slot)

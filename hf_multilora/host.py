@@ -57,6 +57,7 @@ class HostAdapter:
     places   path of the module -> where its A and its B lie; modules that have a factor in common share its place
     factors  path of the module -> (A [r, in], B [r, out], scale folded into B), views of `flat`
     parts    path of the module -> rank rows of each expert, where they differ by expert
+    readers  events (torch.cuda.Event) of copies to a device that read the page-locked buffer beside what computes there
     """
 
     flat: Tensor
@@ -64,6 +65,7 @@ class HostAdapter:
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     factors: dict[str, tuple[Tensor, Tensor]] = field(init=False, repr=False)
     key: int = field(init=False, repr=False)
+    readers: list[Any] = field(default_factory=list, init=False, repr=False)
     _unpin: Any = field(default=None, init=False, repr=False)  # weakref.finalize
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class HostAdapter:
         cudart: Any = torch.cuda.cudart()
         code = cudart.cudaHostRegister(self.flat.data_ptr(), self.nbytes, PORTABLE)
         if int(code) == 0:
-            self._unpin = weakref.finalize(self, _unregister, cudart.cudaHostUnregister, self.flat)
+            self._unpin = weakref.finalize(self, _unregister, cudart.cudaHostUnregister, self.flat, self.readers)
             self._unpin.atexit = False  # the process takes its memory along
             return
         take_cuda_error()
@@ -229,8 +231,10 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-def _unregister(unregister: Callable[[int], Any], flat: Tensor) -> None:
-    """Run when the adapter goes: `flat` keeps the memory until the driver has let go of it."""
+def _unregister(unregister: Callable[[int], Any], flat: Tensor, readers: list[Any]) -> None:
+    """Run when the adapter goes: `flat` keeps the memory until copies have read it and the driver has let go of it."""
+    for event in readers:
+        event.synchronize()
     code = int(unregister(flat.data_ptr()))
     if code:
         logger.warning_once(f"a host copy of an adapter could not be unregistered (CUDA error {code})")

@@ -36,7 +36,7 @@ class MemoryReport:
     """Bytes taken by adapters. per_module: pools of rank rows on the device, by site (`path`, `path:saved` for a module
     trained in full, `path:tokens` for token rows), device_bytes in all; kinds: the same by kind of module.
     slots: adapter in each (None: free); slot_ids: its id; slot_bytes: its rank rows. staging_bytes: where adapters
-    arrive on CUDA devices, as large as the largest one that came.
+    arrive on CUDA devices: a buffer as large as the largest one that came, and those that were prefetched and not used.
 
     host_bytes: the host copies of `host_adapters` adapters; host_pinned_bytes: those of them that are page-locked.
     pinned: names of pinned adapters.
@@ -168,7 +168,7 @@ def _report(runtime: Runtime) -> MemoryReport:
     return MemoryReport(
         per_module=per_module,
         device_bytes=sum(per_module.values()),
-        staging_bytes=sum(staging.buffer.nbytes for staging in runtime.staging.values()),
+        staging_bytes=sum(staging.nbytes for staging in runtime.staging.values()),
         host_bytes=sum(host.nbytes for host in hosts),
         host_pinned_bytes=sum(host.nbytes for host in hosts if host.pinned),
         host_adapters=len(hosts),

@@ -1,66 +1,150 @@
-"""From host memory to a device: one copy per adapter."""
+"""From host memory to the slots of a device: one copy per adapter, and one launch that takes its factors apart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .host import HostAdapter, views_of
+from .ahead import Ahead, Bytes
+from .host import HostAdapter, Place, views_of
+
+if TYPE_CHECKING:
+    from .kernels.triton_scatter import Scatter
+
+FITS = 16  # shapes of adapters that are kept
+
+
+def remote(device: torch.device) -> bool:
+    """Whether an adapter's bytes are brought to the device as they are, and moved to their places there."""
+    return device.type == "cuda"
+
+
+def span_of(places: Sequence[Place]) -> tuple[int, int]:
+    """The first byte of these factors in a flat buffer, and where the last of them ends."""
+    return min(place.offset for place in places), max(place.end for place in places)
+
+
+@dataclass(eq=False)
+class Fit:
+    """Where the factors of some modules lie in adapters of one shape: A, B, A, B, ... in the order of `names`."""
+
+    names: list[str]
+    shape: Mapping[str, tuple[Place, Place]]
+    places: list[Place]
+    span: tuple[int, int]
+    scatter: Scatter | None
+
+    def of(self, host: HostAdapter, names: list[str]) -> bool:
+        return names == self.names and host.places == self.shape
 
 
 class Staging:
     """Where an adapter's bytes arrive on a CUDA device, before they are scattered to slots; on a host: where they are.
 
-    Buffer and views are kept, since adapters of one shape follow each other: a fill has hundreds of views.
+    kernel: one Triton launch scatters them, else copies within the device. The buffer is kept, as large as it ever was,
+    and so is what follows from an adapter's shape: adapters of one shape follow each other, with hundreds of factors.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, kernel: bool = False) -> None:
+        self.device, self.kernel = device, kernel
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self.shape: tuple[list[str], Mapping[str, Any]] = ([], {})  # modules, and where their factors lie
-        self.key = 0  # of the adapter that it was made for
-        self.span = (0, 0)  # bytes of the flat buffer that hold them
-        self.begun: HostAdapter | None = None
-        self.views: list[Tensor] = []
+        self.ahead = Ahead(device)
+        self.fits: OrderedDict[int, Fit] = OrderedDict()  # by HostAdapter.key
+        self.here: tuple[HostAdapter, Bytes] | None = None  # what `begin` found, or began to bring
+        self.views: tuple[Fit | None, int, list[Tensor]] = (None, 0, [])  # the buffer's, for that address of its part
 
-    def take(self, host: HostAdapter, names: list[str]) -> list[Tensor]:
-        """A, B, A, B, ... of these modules on the device, by one copy of the bytes from their first to their last.
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes + self.ahead.nbytes
 
-        On a CUDA device the copy is under way on the current stream: until it is done nobody may free or unpin `host`,
-        or call this again from another stream.
+    def begin(self, host: HostAdapter, whole: bool) -> None:
+        """Take the adapter's bytes where they came ahead, else start their copy where it is known what to copy: `move`
+        finds it under way. whole: all modules are on this device."""
+        self.here = None
+        if not remote(self.device):
+            return
+        ahead = self.ahead.take(host)
+        if ahead is not None:
+            self.here = host, ahead
+        elif host.pinned:
+            fit = self.fits.get(host.key)
+            first, end = (0, host.nbytes) if whole else (0, 0) if fit is None else fit.span
+            if 0 < end - first <= self.buffer.nbytes:
+                self.here = host, self._copy(host, first, end)
+
+    def move(self, host: HostAdapter, names: list[str], targets: list[Tensor]) -> None:
+        """Write the factors of these modules to A, B, A, B, ... `targets`.
+
+        On a CUDA device this is under way on the current stream: until `finish` nobody may free or unpin `host`, or
+        call this from another stream. Raises KernelError.
         """
-        if self.device.type != "cuda":
-            return [factor for name in names for factor in host.factors[name]]
-        begun, self.begun = self.begun, None
-        if self.shape != (names, host.places):
-            self._fit(host, names)
-            begun = None
-        if begun is not host:
-            self._copy(host)
-        return self.views
+        if not remote(self.device):
+            torch._foreach_copy_(targets, [factor for name in names for factor in host.factors[name]])
+            return
+        fit = self._fit(host, names)
+        source = self.here[1].part(*fit.span) if self.here is not None and self.here[0] is host else None
+        if source is None:
+            self.here = host, self._copy(host, *fit.span)
+            source = self.here[1].data
+        if fit.scatter is None or not fit.scatter(source, targets):
+            torch._foreach_copy_(targets, self._views(fit, source))
 
-    def begin(self, host: HostAdapter) -> None:
-        """Start the copy, if the last adapter was of this shape: `take` finds it under way, and checks the shape."""
-        self.begun = None
-        if self.device.type == "cuda" and host.pinned and host.key == self.key:
-            self._copy(host)
-            self.begun = host
+    def wipe(self, targets: list[Tensor]) -> None:
+        """Zeros into the targets, in the order of the current stream. Raises KernelError."""
+        if self.kernel:
+            from .kernels.triton_scatter import wipe
 
-    def _copy(self, host: HostAdapter) -> None:
-        start, end = self.span
-        some = host.flat[start:end]
-        self.buffer[: some.nbytes].copy_(some, non_blocking=True)
+            try:
+                if wipe(targets):
+                    return
+            except torch.OutOfMemoryError:  # for its tables: what follows needs none
+                pass
+        torch._foreach_zero_(targets)
 
-    def _fit(self, host: HostAdapter, names: list[str]) -> None:
-        self.shape, self.key, self.views = ([], {}), 0, []
-        places = [place for name in names for place in host.places[name]]
-        self.span = min(place.offset for place in places), max(place.end for place in places)
-        size = self.span[1] - self.span[0]
-        if self.buffer.nbytes < size:
+    def finish(self) -> None:
+        """Wait until it is done."""
+        if remote(self.device):
+            torch.cuda.current_stream(self.device).synchronize()
+        self.here = None
+
+    def _views(self, fit: Fit, source: Tensor) -> list[Tensor]:
+        """The factors in `source`; of the buffer they are kept."""
+        if self.views[0] is fit and self.views[1] == source.data_ptr():
+            return self.views[2]
+        views = views_of(source, fit.places, fit.span[0])
+        if source.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr():
+            self.views = fit, source.data_ptr(), views
+        return views
+
+    def _copy(self, host: HostAdapter, first: int, end: int) -> Bytes:
+        if self.buffer.nbytes < end - first:
+            self.views = (None, 0, [])
             self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # freed before the larger one is made
-            self.buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self.views = views_of(self.buffer, places, self.span[0])
-        self.shape, self.key = (names, host.places), host.key
+            self.buffer = torch.empty(end - first, dtype=torch.uint8, device=self.device)
+        some = self.buffer[: end - first]
+        some.copy_(host.flat[first:end], non_blocking=True)
+        return Bytes(some, first)
+
+    def _fit(self, host: HostAdapter, names: list[str]) -> Fit:
+        fit = self.fits.get(host.key)
+        if fit is None or not fit.of(host, names):
+            places = [place for name in names for place in host.places[name]]
+            fit = Fit(names, host.places, places, span_of(places), self._scatter(places) if self.kernel else None)
+            self.fits[host.key] = fit
+            if len(self.fits) > FITS:
+                self.fits.popitem(last=False)
+        self.fits.move_to_end(host.key)
+        return fit
+
+    @staticmethod
+    def _scatter(places: list[Place]) -> Scatter:
+        from .kernels.triton_scatter import Scatter
+
+        first, _ = span_of(places)
+        begins = [place.offset - first for place in places]
+        return Scatter(begins, [place.shape for place in places], [place.dtype for place in places])

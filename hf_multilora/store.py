@@ -6,44 +6,24 @@ The store knows nothing of layers: the model hands it a `Device`, which fills an
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from .catalogue import Catalogue, Entry, UnknownAdapterError, check_name
 from .formats import Adapter
-from .host import HostAdapter, HostMemoryError
-
-
-class CapacityError(RuntimeError):
-    """More adapters than there are slots, than the pins leave, or than memory holds."""
+from .host import HostAdapter
+from .hosting import CapacityError, HostTier
 
 
 class AdapterInUseError(RuntimeError):
     """A change to an adapter that a running call uses."""
 
 
-class Device(Protocol):
-    """Fills and empties the slots of all adapted modules. `fill` replaces what is in the slot."""
-
-    def fill(self, slot: int, host: HostAdapter) -> None: ...
-    def empty(self, slot: int) -> None: ...
-    def pack(self, adapter: Adapter) -> HostAdapter: ...
-
-
 @dataclass
-class AdapterStore:
+class AdapterStore(HostTier):
     """max_loras slots; at most max_cpu_loras adapters in host memory (None: host_bytes decides)."""
 
-    device: Device
-    max_loras: int
-    max_cpu_loras: int | None
-    host_bytes: int
-    catalogue: Catalogue = field(default_factory=Catalogue)
-    slots: OrderedDict[int, int] = field(default_factory=OrderedDict)  # id -> slot, least recently used first
-    hosted: OrderedDict[int, int] = field(default_factory=OrderedDict)  # id -> bytes, least recently used first
-    pins: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # ids: all that calls use, perhaps more
     loads: int = 0
     evictions: int = 0
@@ -55,7 +35,7 @@ class AdapterStore:
         """Copies and pickles carry no running calls."""
         catalogue = Catalogue({e.name: replace(e, in_flight=0) for e in self.catalogue}, dict(self.catalogue.names))
         catalogue.next_id = self.catalogue.next_id
-        return {k: v for k, v in self.__dict__.items() if k != "lock"} | {"catalogue": catalogue}
+        return {k: v for k, v in self.__dict__.items() if k != "lock"} | {"catalogue": catalogue, "awaited": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -208,6 +188,7 @@ class AdapterStore:
                 ) from error.__cause__
             raise
         self.slots[entry.id] = slot
+        self.awaited.pop(entry.id, None)
         self.loads += 1
 
     def _free_slot(self, entry: Entry) -> None:
@@ -215,63 +196,13 @@ class AdapterStore:
         if slot is not None:
             self.device.empty(slot)
 
-    # -- host memory -----------------------------------------------------------------------------------------
-    def _entry(self, name: str, adapter_id: int, adapter: Adapter, reader: Callable[[], Adapter] | None) -> Entry:
-        host = self._pack(name, adapter)
-        ranks = {module: a.shape[0] for module, (a, _) in host.factors.items()}
-        return Entry(
-            name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks, host.nbytes, adapter.config,
-            reader, host, labels=adapter.labels, max_rank=adapter.max_rank,
-        )  # fmt: skip
-
-    def _pack(self, name: str, adapter: Adapter) -> HostAdapter:
-        try:
-            return self.device.pack(adapter)
-        except HostMemoryError as error:
-            raise CapacityError(
-                f"adapter {name!r} needs {error.nbytes} bytes of host memory, which could not be had; "
-                f"{len(self.hosted)} adapters take {self.hosted_bytes} bytes of it (max_cpu_loras="
-                f"{self.max_cpu_loras}); lower max_cpu_loras, or free host memory"
-            ) from error
-
-    def _host(self, entry: Entry) -> HostAdapter:
-        """The adapter's host copy, read again from disk where it was dropped; then others go until the limit holds."""
-        if entry.host is None:
-            entry.host = self._pack(entry.name, entry.read())
-            entry.nbytes = entry.host.nbytes  # the base's dtype may have changed since
-        self.hosted[entry.id] = entry.nbytes
-        self.hosted.move_to_end(entry.id)
-        if self._over():
-            self._trim(keep=entry)
-        return entry.host
-
-    def _drop_host(self, entry: Entry) -> None:
-        self.hosted.pop(entry.id, None)
-        entry.host = None
-
-    @property
-    def hosted_bytes(self) -> int:
-        return sum(self.hosted.values())
-
-    def _trim(self, keep: Entry) -> None:
-        """Drop least recently used host copies, and their slots with them, until the rest fits."""
-        while self._over():
-            hosted = map(self.catalogue.by_id, self.hosted)
-            victim = next((e for e in hosted if e is not keep and self._droppable(e)), None)
-            if victim is None:
-                return
-            self._free_slot(victim)
-            self._drop_host(victim)
-
-    def _droppable(self, entry: Entry) -> bool:
-        return entry.id not in self.pins and not entry.in_flight and entry.reader is not None
-
     def forget(self, outdated: Callable[[HostAdapter], bool], *, slots: bool, idle: bool) -> None:
         """Drop outdated host copies and their slots, or with `slots` all slots; the next use reads or loads again.
 
         idle: no call runs, so nothing but the default is in use, which goes too; else what is in use stays.
         """
         with self.lock:
+            self.reads.clear()
             for entry in self.catalogue:
                 if entry.in_flight and not idle:
                     continue
@@ -280,11 +211,6 @@ class AdapterStore:
                     self._free_slot(entry)
                 if drop:
                     self._drop_host(entry)
-
-    def _over(self) -> bool:
-        if self.max_cpu_loras is not None:
-            return len(self.hosted) > self.max_cpu_loras
-        return len(self.hosted) > self.max_loras and self.hosted_bytes > self.host_bytes
 
     @staticmethod
     def _require_idle(entry: Entry, verb: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -73,6 +73,43 @@ class AdapterVerbs(InheritedVerbs):
     def unpin_adapter(self, adapter_name: str) -> None:
         """Let an adapter be evicted again."""
         self._multilora.store.unpin(adapter_name)
+
+    def prefetch(self, adapter_names: Sequence[str | None] | None = None, *, adapter_ids: Any = None) -> None:
+        """Start to bring adapters to the device for a call to come, while another computes; returns at once.
+
+            for batch, following in itertools.pairwise(batches):
+                model.prefetch(adapter_ids=following["adapter_ids"])
+                model(**batch)
+
+        adapter_names: names, None for the base; or adapter_ids: integers, 0 for the base. Those in slots stay there for
+        longer. Of the others the first max_loras are read from disk, in a thread, where they left host memory, and
+        their bytes are copied to CUDA devices on a stream of their own. No slot changes: a call that needs one waits
+        for its bytes, if need be, and moves them to a slot. At most 2 * max_loras adapters wait so, those asked for
+        last; `memory_report().staging_bytes` has their bytes. What cannot be done ahead, as files cannot be read or
+        memory is short, is logged, and the call that needs it does it, or raises.
+
+        May be called from any thread, also while `generate` runs, but not while a CUDA graph is captured. Raises
+        UnknownAdapterError, TypeError.
+        """
+        from .prefetch import prefetch
+
+        ids = self._multilora.resolve(adapter_names, adapter_ids)
+        if ids is None:
+            raise TypeError("prefetch must be told adapter_names or adapter_ids, got neither")
+        prefetch(self._multilora, ids)
+
+    def prefetched(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """The same batches, each one's adapters prefetched while the call on the one before computes.
+
+            for batch in model.prefetched(loader):
+                model(**batch)
+
+        batches: mappings with "adapter_ids" or "adapter_names", as MultiLoRACollator makes them; one more than was
+        handed out is taken from them. Raises as `prefetch` does, and ValueError for a batch without either.
+        """
+        from .prefetch import prefetched
+
+        return prefetched(self, batches)
 
     def list_adapters(self) -> list[dict[str, Any]]:
         """One row per adapter: name, id, source, base_model, digest, max_rank, modules (how many), bytes, on_device,

@@ -72,11 +72,12 @@ def test_on_a_host_an_adapter_is_where_it_is(names: list[str]) -> None:
     host = packed(random_adapter())
     want = [factor for name in names for factor in host.factors[name]]
     staging = Staging(torch.device("cpu"))
-    taken = staging.take(host, names)
-    assert len(taken) == len(want) and all(got is factor for got, factor in zip(taken, want, strict=True)), "its views"
-    others = staging.take(HostAdapter(host.flat.flip(0), host.places), names)
-    assert not any(map(torch.equal, others, want)), "those of another adapter are told apart"
-    assert staging.buffer.nbytes == 0 and not staging.views, "a host needs no other buffer"
+    targets = [torch.zeros_like(factor) for factor in want]
+    staging.move(host, names, targets)
+    assert all(map(torch.equal, targets, want))
+    staging.move(HostAdapter(host.flat.flip(0), host.places), names, targets)
+    assert not any(map(torch.equal, targets, want)), "those of another adapter are told apart"
+    assert staging.nbytes == 0 and not staging.fits, "a host needs no other buffer"
 
 
 def test_modules_of_different_dtypes() -> None:

@@ -17,7 +17,8 @@ MAX_LINES = 300
 # named on the right has its own row further up.
 BELOW_LAYERS = {"kernels", "patches", "pool", "parallel", "routing"}
 BELOW_MODEL = {
-    "config", "formats", "moe", "census", "host", "staging", "catalogue", "store", "layers", "entry", *BELOW_LAYERS,
+    "config", "formats", "moe", "census", "host", "ahead", "staging", "catalogue", "hosting", "store", "layers",
+    "entry", *BELOW_LAYERS,
 }  # fmt: skip
 EDGES: dict[str, set[str]] = {
     "config": set(),
@@ -34,15 +35,18 @@ EDGES: dict[str, set[str]] = {
     "census": {"formats", "moe", "patches", "sources"},
     "layers": BELOW_LAYERS,
     "host": {"formats"},
-    "staging": {"host"},
+    "ahead": {"host"},
+    "staging": {"ahead", "host", "kernels"},
     "catalogue": {"formats", "host"},
     "collator": {"catalogue"},
-    "store": {"catalogue", "formats", "host", "pool"},
+    "hosting": {"catalogue", "formats", "host"},
+    "store": {"catalogue", "formats", "host", "hosting", "pool"},
     "passes": {"catalogue", "pool", "store"},
     "sites": BELOW_MODEL,
     "filling": {*BELOW_MODEL, "sites"},
     "residency": {*BELOW_MODEL, "filling"},
     "runtime": {*BELOW_MODEL, "residency"},
+    "prefetch": {"catalogue", "host", "runtime"},
     "heads": {"census", "formats", "routing", "runtime"},
     "calls": {"entry", "heads", "passes", "routing", "runtime", "sources"},
     "display": set(),
@@ -53,7 +57,7 @@ EDGES: dict[str, set[str]] = {
     "plan": set(),
     "inherited": {"layers", "runtime"},
     "saving": {"formats", "runtime"},
-    "verbs": {"compare", "saving", "heads", "inherited", "runtime", "reports", "verify"},
+    "verbs": {"compare", "prefetch", "saving", "heads", "inherited", "runtime", "reports", "verify"},
     "model": {*BELOW_MODEL, "verbs", "runtime", "calls", "plan", "collator"},
     "renames": set(),
     "loading": {*BELOW_MODEL, "renames", "runtime", "model"},

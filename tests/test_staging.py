@@ -1,4 +1,5 @@
-"""Staging: one copy into a buffer that is kept. The device's route is run on the CPU, by a name that says "cuda"."""
+"""Staging: one copy into a buffer that is kept, and from there to the targets. The device's route is run on the CPU,
+by a name that says "cuda", with the kernel (in Triton's interpreter) and without."""
 
 from __future__ import annotations
 
@@ -8,19 +9,43 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_multilora import staging as module
+from hf_multilora.ahead import Arrival, Bytes
 from hf_multilora.host import HostAdapter
-from hf_multilora.staging import Staging
+from hf_multilora.kernels.backends import has_triton, interpreted
+from hf_multilora.staging import FITS, Staging
 from tests.test_host import adapter_of, packed
 from tests.tiny import Family, assert_rows, llama, logits, same_ids
+
+KERNELS = pytest.mark.skipif(
+    not (has_triton() and interpreted()), reason="Triton on the CPU needs TRITON_INTERPRET=1 before its import"
+)
 
 
 class Device(str):
     """Tensors lie on the CPU, Staging takes it for a CUDA device."""
 
     type = "cuda"
+
+
+class Waited:
+    """An event, or a stream, that does nothing on the CPU."""
+
+    def wait_event(self, event: Any) -> None:
+        event.waited = True
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=KERNELS)], ids=["copies", "kernel"])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Staging:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Waited())
+    device: Any = Device("cpu")
+    return Staging(device, kernel=request.param)
 
 
 def host_of(seed: int, r: int = 3, modules: int = 4, dtype: torch.dtype = torch.float32) -> HostAdapter:
@@ -36,130 +61,270 @@ def host_of(seed: int, r: int = 3, modules: int = 4, dtype: torch.dtype = torch.
     )
 
 
-def staging() -> Staging:
-    device: Any = Device("cpu")
-    return Staging(device)
+def targets_of(host: HostAdapter, names: list[str]) -> list[Tensor]:
+    """Places in pools: rows of A lie in turns with another module's, those of B together."""
+    found = []
+    for name in names:
+        for i, factor in enumerate(host.factors[name]):
+            pool = torch.full((3 * (factor.shape[0] + 2), factor.shape[1]), 7, dtype=factor.dtype)
+            found.append(pool[1::3][1:-1] if i == 0 else pool[1 : 1 + factor.shape[0]])
+    return found
 
 
-def take(kept: Staging, host: HostAdapter, names: list[str] | None = None) -> list[torch.Tensor]:
-    """What `take` gives, checked: bit by bit the host's, in the staging's buffer; other values would be seen."""
+def move(kept: Staging, host: HostAdapter, names: list[str] | None = None) -> None:
+    """Moves, and checks the targets: bit by bit the host's; other values would be seen."""
     names = list(host.places) if names is None else names
-    views, want = kept.take(host, names), [factor for name in names for factor in host.factors[name]]
-    start, end = kept.buffer.data_ptr(), kept.buffer.data_ptr() + kept.buffer.nbytes
-    for got, factor in zip(views, want, strict=True):
+    targets = targets_of(host, names)
+    kept.move(host, names, targets)
+    want = [factor for name in names for factor in host.factors[name]]
+    for got, factor in zip(targets, want, strict=True):
         assert got.dtype == factor.dtype and torch.equal(got, factor) and not torch.equal(got, -factor)
-        assert start <= got.data_ptr() and got.data_ptr() + got.nbytes <= end
-    return views
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations inside, and the bytes that copies write."""
+    """Names of the operations inside, and the bytes that each copy writes into the buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Staging) -> None:
         super().__init__()
+        self.kept = kept
         self.names: list[str] = []
-        self.copied = 0
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
-        self.copied += args[0].nbytes if self.names[-1] == "copy_" else 0
+        if self.names[-1] == "copy_" and args[0].untyped_storage().data_ptr() == self.kept.buffer.data_ptr():
+            if args[1].data_ptr() != args[0].data_ptr():  # Triton's interpreter copies its arguments onto themselves
+                self.sizes.append(args[0].nbytes)
         return func(*args, **(kwargs or {}))
 
 
-def test_adapters_of_one_shape_share_buffer_and_views() -> None:
-    kept, hosts = staging(), [host_of(seed) for seed in range(3)]
-    views = take(kept, hosts[0])
-    before = kept.buffer.data_ptr()
+def copied(kept: Staging, host: HostAdapter, names: list[str] | None = None) -> int:
+    """Bytes that are copied to the buffer."""
+    names = list(host.places) if names is None else names
+    targets = targets_of(host, names)
+    with Operations(kept) as seen:
+        kept.move(host, names, targets)
+    return sum(seen.sizes)
+
+
+def test_adapters_of_one_shape_share_buffer_and_what_follows_from_their_shape(kept: Staging) -> None:
+    hosts = [host_of(seed) for seed in range(3)]
+    move(kept, hosts[0])
+    before, fits, views = kept.buffer.data_ptr(), dict(kept.fits), kept.views[2]
     for host in (hosts[1], hosts[2], hosts[0]):
-        with Operations() as seen:
-            kept.take(host, list(host.places))
-        assert seen.names.count("copy_") == 1 and seen.copied == host.nbytes
-        assert "empty" not in seen.names and "as_strided" not in seen.names
-        assert take(kept, host) is views and kept.buffer.data_ptr() == before
-    with Operations() as seen:
-        take(kept, host_of(1, r=9))
-    assert {"empty", "as_strided"} <= set(seen.names), "what a new shape needs is seen"
+        targets = targets_of(host, list(host.places))
+        with Operations(kept) as seen:
+            kept.move(host, list(host.places), targets)
+        assert seen.sizes == [host.nbytes] and "as_strided" not in seen.names and "cat" not in seen.names
+        move(kept, host)
+        assert kept.buffer.data_ptr() == before and kept.fits == fits and kept.views[2] is views
+    with Operations(kept) as seen:
+        move(kept, host_of(1, r=9))
+    assert {"empty", "cat" if kept.kernel else "as_strided"} <= set(seen.names), "what a new shape needs is seen"
+    assert len(kept.fits) == 2
 
 
-def test_a_larger_adapter_gets_a_larger_buffer_and_smaller_ones_keep_it() -> None:
-    kept, small, large = staging(), host_of(0), host_of(1, r=40)
-    take(kept, small)
+def test_shapes_that_come_again_are_known(kept: Staging) -> None:
+    hosts = [host_of(r, r=r) for r in range(1, FITS + 3)]
+    for host in hosts:
+        move(kept, host)
+    assert list(kept.fits) == [host.key for host in hosts[-FITS:]]
+    first = kept.fits[hosts[2].key]
+    move(kept, hosts[2])
+    assert kept.fits[hosts[2].key] is first and list(kept.fits)[-1] == hosts[2].key
+    move(kept, hosts[0])
+    assert len(kept.fits) == FITS and hosts[3].key not in kept.fits, "the least recently used one went"
+
+
+def test_a_larger_adapter_gets_a_larger_buffer_and_smaller_ones_keep_it(kept: Staging) -> None:
+    small, large = host_of(0), host_of(1, r=40)
+    move(kept, small)
     assert kept.buffer.nbytes == small.nbytes < large.nbytes
-    take(kept, large)
-    assert kept.buffer.nbytes == large.nbytes
+    move(kept, large)
+    assert kept.buffer.nbytes == large.nbytes == kept.nbytes
     before = kept.buffer.data_ptr()
     for host in (small, host_of(2, dtype=torch.bfloat16), large):
-        take(kept, host)
+        move(kept, host)
         assert kept.buffer.data_ptr() == before and kept.buffer.nbytes == large.nbytes
 
 
 @pytest.mark.parametrize("names", [["m0"], ["m3"], ["m1", "m2"], ["m2", "m1"], ["m0", "m3"]])
-def test_some_modules_need_the_bytes_from_the_first_to_the_last(names: list[str]) -> None:
-    kept, hosts = staging(), [host_of(seed) for seed in range(2)]
+def test_some_modules_need_the_bytes_from_the_first_to_the_last(kept: Staging, names: list[str]) -> None:
+    hosts = [host_of(seed) for seed in range(2)]
     places = [place for name in names for place in hosts[0].places[name]]
     span = max(p.end for p in places) - min(p.offset for p in places)
     for host in hosts:
-        with Operations() as seen:
-            kept.take(host, names)
-        assert seen.copied == span == kept.buffer.nbytes
-        take(kept, host, names)
-    take(kept, hosts[0])
-    take(kept, hosts[1], names)
+        assert copied(kept, host, names) == span == kept.buffer.nbytes
+        move(kept, host, names)
+    move(kept, hosts[0])
+    move(kept, hosts[1], names)
 
 
-def test_shapes_that_take_the_same_bytes_are_told_apart() -> None:
-    kept = staging()
+def test_shapes_that_take_the_same_bytes_are_told_apart(kept: Staging) -> None:
     one = packed(adapter_of({"m": (torch.randn(2, 32), torch.randn(64, 2), 1.0)}))
     two = packed(adapter_of({"m": (torch.randn(4, 16), torch.randn(32, 4), 1.0)}))
     assert one.nbytes == two.nbytes
     for host in (one, two, one):
-        take(kept, host)
+        move(kept, host)
+    one.key = two.key  # two shapes of one hash
+    for host in (one, two, one):
+        move(kept, host)
 
 
-def test_factors_that_are_stored_once_are_copied_once() -> None:
+def test_factors_that_are_stored_once_are_copied_once(kept: Staging) -> None:
     a, b = torch.randn(3, 64), torch.randn(64, 3)
-    host, kept = packed(adapter_of({"q": (a, b, 2.0), "k": (a, b * 2, 2.0), "v": (a, b, 2.0)})), staging()
-    with Operations() as seen:
-        views = kept.take(host, list(host.places))
-    assert seen.copied == host.nbytes == 3 * 3 * 64 * 4 and views[0].data_ptr() == views[2].data_ptr()
-    take(kept, host)
+    host = packed(adapter_of({"q": (a, b, 2.0), "k": (a, b * 2, 2.0), "v": (a, b, 2.0)}))
+    assert copied(kept, host) == host.nbytes == 3 * 3 * 64 * 4
+    move(kept, host)
 
 
+def test_targets_of_another_dtype_get_converted_values(kept: Staging) -> None:
+    """A host copy that is finer than the module is kept, and rounded on its way."""
+    host = host_of(0)
+    targets = [target.bfloat16() for target in targets_of(host, list(host.places))]
+    for _ in range(2):
+        kept.move(host, list(host.places), targets)
+        want = [factor.bfloat16() for name in host.places for factor in host.factors[name]]
+        assert all(map(torch.equal, targets, want))
+    move(kept, host)
+
+
+# -- begun early, or ahead --------------------------------------------------------------------------
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_copy_that_was_begun_is_not_made_again(kept: Staging, whole: bool) -> None:
+    first, second = host_of(0), host_of(1)
+    second._unpin = True  # pinned
+    names = ["m1", "m2"]
+    move(kept, first, None if whole else names)
+    with Operations(kept) as seen:
+        kept.begin(second, whole)
+    places = [place for name in second.places if whole or name in names for place in second.places[name]]
+    assert seen.sizes == [max(p.end for p in places) - min(p.offset for p in places)]
+    targets = targets_of(second, names)
+    with Operations(kept) as seen:
+        kept.move(second, names, targets)
+    assert not seen.sizes
+    assert all(map(torch.equal, targets, [factor for name in names for factor in second.factors[name]]))
+    kept.finish()
+    kept.begin(second, whole)
+    move(kept, first)  # another one than what was begun
+    kept.begin(first, whole)
+    assert kept.here is None, "what is not page-locked is not begun"
+    move(kept, second)
+
+
+def arrive(kept: Staging, host: HostAdapter, first: int = 0, end: int | None = None) -> Waited:
+    event = Waited()
+    kept.ahead.arrivals[host] = Arrival(Bytes(host.flat[first:end].clone(), first), event)
+    return event
+
+
+def test_bytes_that_came_ahead_are_used_once_and_not_copied(kept: Staging) -> None:
+    one, two, names = host_of(0), host_of(1), list(host_of(0).places)
+    move(kept, one)
+    event, before = arrive(kept, two), kept.nbytes
+    assert before == one.nbytes + two.nbytes
+    kept.begin(one, True)
+    assert kept.here is None and not hasattr(event, "waited"), "they are another's"
+    kept.begin(two, True)
+    assert event.waited and not kept.ahead.arrivals
+    kept.here[1].data.neg_()  # marks them: the flipped bits must be what is found
+    targets, want = targets_of(two, names), HostAdapter(kept.here[1].data, two.places)
+    with Operations(kept) as seen:
+        kept.move(two, names, targets)
+    assert not seen.sizes
+    factors = [factor for name in names for factor in want.factors[name]]
+    assert all(torch.equal(t.view(torch.int32), f.view(torch.int32)) for t, f in zip(targets, factors, strict=True))
+    kept.finish()
+    assert kept.nbytes == one.nbytes
+    move(kept, two)
+
+
+def test_bytes_that_came_ahead_and_do_not_suffice(kept: Staging) -> None:
+    host = host_of(0)
+    arrive(kept, host, host.places["m1"][0].offset, host.places["m2"][1].end)
+    kept.begin(host, True)
+    move(kept, host)
+    arrive(kept, host, host.places["m1"][0].offset, host.places["m2"][1].end)
+    kept.begin(host, True)
+    assert copied(kept, host, ["m2"]) == 0, "here they do"
+
+
+def test_an_adapter_that_goes_takes_its_bytes_along(kept: Staging) -> None:
+    one, two = host_of(0), host_of(1)
+    arrive(kept, one), arrive(kept, two)
+    size = two.nbytes
+    del one
+    assert kept.nbytes == size and list(kept.ahead.arrivals) == [two]
+    assert kept.ahead.keep({two}) is False and kept.nbytes == size
+    assert kept.ahead.keep(()) is True and kept.nbytes == 0
+
+
+# -- failures ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_buffer_that_cannot_grow(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_buffer_that_cannot_grow(kept: Staging, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The old one is given up first; afterwards both shapes can be had."""
-    kept, small, large, calls = staging(), host_of(0), host_of(1, r=40), [0]
-    take(kept, small)
-    empty = torch.empty
+    small, large, calls = host_of(0), host_of(1, r=40), [0]
+    move(kept, small)
+    empty, targets = torch.empty, targets_of(large, list(large.places))
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
+        calls[0] += kwargs.get("dtype") == torch.uint8
         if calls[0] == number:
             raise torch.OutOfMemoryError("out")
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(torch.OutOfMemoryError):
-        kept.take(large, list(large.places))
-    monkeypatch.undo()
-    assert not kept.views and kept.buffer.nbytes == (small.nbytes if number == 1 else 0)
+        kept.move(large, list(large.places), targets)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert not kept.views[2] and kept.buffer.nbytes == (small.nbytes if number == 1 else 0)
     for host in (small, large, small):
-        take(kept, host)
+        move(kept, host)
 
 
-def test_views_that_were_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, one, two = staging(), host_of(0), host_of(1, r=5)
-    take(kept, one)
+@pytest.mark.parametrize("what", ["views_of", "span_of"])
+def test_a_shape_that_was_interrupted(kept: Staging, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    one, two = host_of(0), host_of(1, r=5)
+    move(kept, one)
+    if kept.kernel and what == "views_of":
+        pytest.skip("the kernel needs no views")
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "views_of", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        kept.take(two, list(two.places))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, what, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            move(kept, two)
     for host in (two, one):
-        take(kept, host)
+        move(kept, host)
+
+
+# -- zeros ------------------------------------------------------------------------------------------
+def test_zeros_are_written_to_targets_alone(kept: Staging) -> None:
+    targets = targets_of(host_of(0), ["m0", "m3"])
+    whole = [target.as_strided((target.untyped_storage().nbytes() // 4,), (1,), 0) for target in targets]
+    before = [int((pool == 7).sum()) for pool in whole]
+    kept.wipe(targets)
+    assert not any(target.any() for target in targets)
+    left = [int((pool == 7).sum()) for pool in whole]
+    assert left == [n - target.numel() for n, target in zip(before, targets, strict=True)] and all(left)
+
+
+@KERNELS
+def test_zeros_without_memory_for_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = Device("cpu")
+    kept, targets = Staging(device, kernel=True), targets_of(host_of(0), ["m0", "m3"])
+    asked: list[int] = []
+
+    def refuse(rows: Any) -> bool:
+        asked.append(len(rows))
+        raise torch.OutOfMemoryError("out")
+
+    monkeypatch.setattr("hf_multilora.kernels.triton_scatter.wipe", refuse)
+    kept.wipe(targets)
+    assert asked == [4] and not any(target.any() for target in targets)
 
 
 def test_a_model_s_copy_has_stagings_of_its_own(tmp_path: Path) -> None:
