@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
+STAGES ?= all
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
@@ -15,7 +17,7 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 NOTEBOOK_INSTALLED := $(VENV)/.installed-notebook
 PATHS := hf_multilora kernels patches tests examples
 
-.PHONY: venv demo test check notebooks bench bench-rerankers clean
+.PHONY: venv demo test check notebooks bench bench-rerankers bench-gpu clean
 
 venv: $(INSTALLED)
 
@@ -59,6 +61,10 @@ bench: $(DEMO_INSTALLED)
 
 bench-rerankers: $(NOTEBOOK_INSTALLED)
 	$(BIN)/python -m tests.benchmarks.rerankers
+
+# Needs a CUDA device. make bench-gpu STAGES=decode,prefill BENCH_ARGS="--cells 8,8 8x256,8"
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m tests.benchmarks.speed --stages $(STAGES) $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -115,11 +115,12 @@ def time_cell(stage: Stage, sides: dict[str, Side], count: int, found: dict[str,
     ours, rounds = sides[clock.OURS], stage.settings.rounds
     jobs = {name: lambda side=side: side.block(count) for name, side in sides.items()}  # type: ignore[misc]
     why = timing.why_no_graph(stage.device)
+    eager: dict[str, Any] = {}
     if not ours.decode or why is not None:
         eager = clock.palindrome(jobs, rounds)
-        found |= eager | {"kind": "eager", "value": clock.ratio(eager)}
+        eager |= {"kind": "eager", "value": clock.ratio(eager)}
     if why is not None:
-        found["graph"] = {"skipped": why}
+        found |= eager | {"graph": {"skipped": why}}
         return
     for side in sides.values():
         side.capture()
@@ -129,5 +130,5 @@ def time_cell(stage: Stage, sides: dict[str, Side], count: int, found: dict[str,
     if ours.decode:
         found |= graph | {"kind": "graph", "value": clock.ratio(graph)}
     else:
-        found["graph"] = graph | {"value": clock.ratio(graph)}
+        found |= eager | {"graph": graph | {"value": clock.ratio(graph)}}
         found["note"] = "; ".join([*filter(None, [found.get("note")]), f"under a graph {clock.ratio(graph):.3f}"])
