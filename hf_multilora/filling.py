@@ -154,7 +154,7 @@ class Filling(Sites):
             self._free_experts()
         for name, need in needs.items():
             module, slots = self.sites[name]
-            device, dtype = home_of(module), self.dtype_of(name)
+            device, dtype = home_of(module), self.dtype_in(name, module)
             rows = max(need, planned[name]) if name in small else need
             try:
                 pool = slots.reserve(rows, device, dtype)

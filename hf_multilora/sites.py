@@ -161,9 +161,13 @@ class Sites:
 
     def dtype_of(self, site: str) -> torch.dtype:
         """The dtype that the tensors of a site are held in."""
+        return self.dtype_in(site, self.module_of(site))
+
+    def dtype_in(self, site: str, module: nn.Module) -> torch.dtype:
+        """The same where its module is known: finding hundreds by their paths takes longer than a load."""
         if self.config.dtype is not None and is_lora(site):
             return self.config.dtype
-        tensor = own_tensor(self.module_of(site))
+        tensor = own_tensor(module)
         if tensor is not None and tensor.is_floating_point():
             return tensor.dtype
         return getattr(self.model, "dtype", torch.float32)
