@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_multilora.siblings import siblings_of
 from tests.benchmarks import gpu_contenders, gpu_timing
 from tests.benchmarks.gate import GateError
 from tests.benchmarks.speed import __main__ as speed
@@ -180,6 +181,12 @@ def test_mixes_are_punicas() -> None:
     assert counts["identical"] == [64] and counts["distinct"] == [1] * 64 and counts["uniform"] == [8] * 8
     skewed = counts["skewed"][::-1]
     assert sum(skewed) == 64 and skewed[:3] == [22, 14, 10] and len(skewed) < 16
+
+
+def test_the_linears_alone_have_the_siblings_of_a_llama() -> None:
+    layer = linears.make("tiny", 1, torch.float32, "cpu").layers[0]
+    groups = [siblings_of(module) for module in (layer.self_attn, layer.mlp)]
+    assert groups == [(("q_proj", "k_proj", "v_proj"),), (("gate_proj", "up_proj"),)]
 
 
 def test_requests() -> None:

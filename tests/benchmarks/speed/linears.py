@@ -29,13 +29,50 @@ MIXED = "mixed"
 SKEW = 1.5  # as in Punica: requests of the i-th most popular adapter are 1.5 times those of the next
 
 
-class Part(nn.Module):
-    """Holds linears under their names."""
+class Attention(nn.Module):
+    """Its linears only, called as a Llama's attention calls them."""
 
-    def __init__(self, **sizes: tuple[int, int]) -> None:
+    def __init__(self, hidden: int, kv: int) -> None:
         super().__init__()
-        for name, (inside, out) in sizes.items():
-            setattr(self, name, nn.Linear(inside, out, bias=False))
+        self.q_proj = nn.Linear(hidden, hidden, bias=False)
+        self.k_proj = nn.Linear(hidden, kv, bias=False)
+        self.v_proj = nn.Linear(hidden, kv, bias=False)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
+        return self.o_proj(q), k, v
+
+
+class Mlp(nn.Module):
+    """Its linears only."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate_ = self.gate_proj(x)
+        up = self.up_proj(x)
+        return self.down_proj(gate_), up
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.self_attn = Attention(hidden, config.num_key_value_heads * hidden // config.num_attention_heads)
+        self.mlp = Mlp(hidden, config.intermediate_size)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """k, v, up and down; the others are inside them."""
+        o, k, v = self.self_attn(x)
+        down, up = self.mlp(o)
+        return [k, v, up, down]
 
 
 class Linears(PreTrainedModel):
@@ -45,28 +82,11 @@ class Linears(PreTrainedModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        kv = config.num_key_value_heads * hidden // config.num_attention_heads
-        self.layers = nn.ModuleList()
-        for _ in range(config.num_hidden_layers):
-            layer = nn.Module()
-            layer.self_attn = Part(
-                q_proj=(hidden, hidden), k_proj=(hidden, kv), v_proj=(hidden, kv), o_proj=(hidden, hidden)
-            )
-            layer.mlp = Part(gate_proj=(hidden, inner), up_proj=(hidden, inner), down_proj=(inner, hidden))
-            self.layers.append(layer)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.post_init()
 
     def forward(self, inputs_embeds: Tensor) -> list[Tensor]:
-        """k, v, up and down of each layer; the others are inside them."""
-        found = []
-        for layer in self.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            q, k, v = attention.q_proj(inputs_embeds), attention.k_proj(inputs_embeds), attention.v_proj(inputs_embeds)
-            o = attention.o_proj(q)
-            gate_, up = mlp.gate_proj(o), mlp.up_proj(o)
-            found += [k, v, up, mlp.down_proj(gate_)]
-        return found
+        return [out for layer in self.layers for out in layer(inputs_embeds)]
 
 
 def make(shape: str, layers: int | None, dtype: torch.dtype, device: str) -> Any:
