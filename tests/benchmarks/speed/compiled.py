@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class Compiled:
         how: dict[str, Any] = {"mode": "reduce-overhead"} if device.startswith("cuda") else {"backend": "eager"}
         self.call = torch.compile(subject.model, fullgraph=True, dynamic=False, **how)
         start = now(device)
-        self.block(1, WARM)
+        self.block(1, warm=WARM)
         self.compiling_s = now(device) - start
 
     def step(self) -> Tensor:
@@ -92,13 +92,13 @@ class Compiled:
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def block(self, count: int, warm: int = 2) -> list[float]:
-        """ms of `count` steps after the prompt."""
+    def block(self, count: int, measure: Callable[..., Any] = timing.intervals, *, warm: int = 2) -> Any:
+        """ms of `count` steps after the prompt, or what else `measure` gives of them."""
         with self.subject.route(self.work.mix()) as call:
             self.batch.prompt(call)
             for _ in range(warm):
                 self.step()
-            return timing.intervals(self.step, count, self.device)
+            return measure(self.step, count, self.device)
 
     def answer(self, rows: Rows, *, eager: bool = False) -> Tensor:
         """Logits [rows, V] of the first step under any mix."""
@@ -134,6 +134,7 @@ def cell(
     found |= timed | {"kind": "compiled", "value": clock.ratio(timed)}
     nbytes = work.distinct * stage.shop.adapter_bytes()
     found["floor"] = stage.shop.floor(nbytes, found["bare"]["ms"])
+    stage.profile(found, {clock.BARE: bare.block, clock.OURS: side.block})
     found["counts"] = {"timed": before}
     for what, rows in changes(work).items():
         found["counts"][what] = served(side, what, rows, truth.bound)
@@ -149,11 +150,11 @@ def cell(
 def changes(work: Work) -> Mapping[str, Rows]:
     """Mixes that come after the one that was compiled: others, the base alone, adapters that must be loaded first."""
     rows = work.mix()
-    spare = [adapter_name(work.slots + i) for i in range(SPARE)]
+    spare: dict[str | None, str] = {adapter_name(i): adapter_name(work.slots + i) for i in range(SPARE)}
     return {
         "another mix": [None, *gate.moved(rows)[1:]],
         "all base": [None] * len(rows),
-        "after loads": [*spare, *rows[2:]],
+        "after loads": [spare.get(name, name) for name in rows],
     }
 
 

@@ -162,10 +162,8 @@ def popularity(stage: Stage) -> None:
 
 def prepare(stage: Stage, cells: Any) -> list[str]:
     """The stage's base, and the names of the cells to run."""
-    layers = stage.settings.layers or (None if stage.small else LAYERS)
-    shape, shop = stage.settings.shape, stage.shop
+    shape, layers, shop = stage.record["shape"], stage.record["layers"], stage.shop
     shop.adopt(("linears", shape, layers), lambda: make(shape, layers, shop.dtype, stage.device))
-    stage.record |= {"shape": shape, "layers": layers}
     return stage.wanted(list(cells(stage.settings)))
 
 
@@ -221,13 +219,14 @@ def time_cell(stage: Stage, ours: Subject, work: Work, x: Tensor, found: dict[st
         jobs[side] = block(stage, subject, rows, step)
     timed = clock.palindrome(jobs, stage.settings.rounds)
     found |= timed | {"kind": "graph" if graphs else "eager", "value": clock.ratio(timed)}
+    stage.profile(found, jobs)
 
 
 def block(stage: Stage, subject: Subject, rows: Sequence[str | None], step: Any) -> Any:
-    def run() -> list[float]:
+    def run(count: int = stage.settings.replays, measure: Any = timing.intervals) -> Any:
         with subject.route(list(rows)):
             for _ in range(WARM):
                 step()
-            return timing.intervals(step, stage.settings.replays, stage.device)
+            return measure(step, count, stage.device)
 
     return run

@@ -42,8 +42,9 @@ class Side:
             graph, self.out = timing.capture(lambda: self.step(call))
         self.replay = graph.replay
 
-    def block(self, count: int) -> list[float]:
-        """ms of `count` steps; of decode after the prompt, so that every block starts at the same length."""
+    def block(self, count: int, measure: Callable[..., Any] = timing.intervals) -> Any:
+        """ms of `count` steps, or what else `measure` gives of them; of decode after the prompt, so that every block
+        starts at the same length."""
         if self.decode and count + WARM > self.room:
             raise ValueError(f"a block must have at most {self.room - WARM} steps, got {count}")
         with self.subject.route(self.work.mix()) as call:
@@ -52,7 +53,7 @@ class Side:
             step = self.replay or (lambda: self.step(call))
             for _ in range(WARM):
                 step()
-            return timing.intervals(step, count, self.device)
+            return measure(step, count, self.device)
 
     def answer(self, rows: Rows) -> Tensor:
         """Eager logits [rows, V] of one step under any mix."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..gate import GateError
+from . import profile
 from .results import Results
 from .workshop import Workshop
 
@@ -68,6 +69,12 @@ class Stage:
             traceback.print_exc()
         self.say(f"{name}: {brief(found)}")
         self.save()
+
+    def profile(self, found: dict[str, Any], blocks: Mapping[str, Callable[..., Any]]) -> None:
+        """With --profile: the kernels of a step of each side. blocks: (steps, clock) -> what the clock gives."""
+        if self.settings.profile:
+            found["profile"] = {side: block(profile.STEPS, profile.kernels) for side, block in blocks.items()}
+            self.say("kernels of a step\n" + "\n".join(profile.lines(found["profile"])))
 
     def save(self) -> None:
         self.record["seconds"] = self.before + time.perf_counter() - self.started

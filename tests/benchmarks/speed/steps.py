@@ -127,6 +127,7 @@ def time_cell(stage: Stage, sides: dict[str, Side], count: int, found: dict[str,
     bound = found["errors"]["bound"]
     found["replays"] = check_replays(ours, bound)
     graph = clock.palindrome(jobs, rounds)
+    stage.profile(found, {name: side.block for name, side in sides.items()})
     if ours.decode:
         found |= graph | {"kind": "graph", "value": clock.ratio(graph)}
     else:
