@@ -51,6 +51,21 @@ def test_memory_lives_until_it_is_unregistered(cudart: Cudart, monkeypatch: pyte
     assert alive == [True] and memory.expired()
 
 
+def test_memory_that_copies_still_read_is_not_unregistered(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the adapter goes in a ring of garbage, with whoever started the copy."""
+    order: list[str] = []
+    unregister = cudart.cudaHostUnregister
+    monkeypatch.setattr(cudart, "cudaHostUnregister", lambda address: order.append("out") or unregister(address))
+    host = packed(random_adapter())
+    host.pin()
+    host.readers += [SimpleNamespace(synchronize=lambda i=i: order.append(f"copy {i}")) for i in range(2)]
+    ring: dict[str, Any] = {"host": host}
+    ring["self"] = ring
+    del host, ring
+    gc.collect()
+    assert order == ["copy 0", "copy 1", "out"] and cudart.registered == {}
+
+
 def test_a_driver_that_refuses_is_named_once(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
