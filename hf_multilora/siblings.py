@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -86,6 +87,11 @@ def _unwrapped(forward: Any) -> Any:
     """The function behind wrappers that say what they wrap: accelerate's hooks, torch.compile, decorators."""
     forward = inspect.unwrap(forward)
     return getattr(forward, "__func__", forward)
+
+
+def code_of(cls: Any) -> CodeType | None:
+    """The code whose source `siblings_of` reads."""
+    return getattr(_unwrapped(cls.forward), "__code__", None)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from .layers.rows import own_tensor
 from .patches.experts import teller_of
 from .patches.facts import Facts
 from .routing import Routing
-from .siblings import siblings_of
+from .siblings import code_of, siblings_of
 from .store import AdapterStore
 
 
@@ -134,7 +134,8 @@ class Sites:
                 parent, own = self.parents[name]
                 if id(parent) not in groups:
                     groups[id(parent)] = {child: i for i, group in enumerate(siblings_of(parent)) for child in group}
-                number = groups[id(parent)].get(own)
+                number = groups[id(parent)].get(own) if slots.mixable else None
+                slots.fed_by = None if number is None else code_of(type(parent))
                 key = (id(slots), 0) if number is None else (id(parent), number)
                 found.setdefault(key, []).append((module, slots))
             self._families = list(found.values())

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from .launch import Launcher, dependent_launch
 from .lora_expand import lora_expand_kernel
+from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
+FEW = 64  # tokens of a call up to which every token is expanded by itself
 NARROW = 64  # tokens per group up to which the smallest tile is used
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
@@ -184,17 +186,37 @@ def expand(
     return out
 
 
+@functools.lru_cache(maxsize=4096)
+def _expand_rows(
+    rows: int, tokens: int, n: int, slots: int, pieces: int, stride: int, bound: int, y_dtype: torch.dtype,
+    dtype: torch.dtype, device: torch.device,
+) -> Launcher:  # fmt: skip
+    """Cached, since an eager call has hundreds. bound: of the ranks."""
+    block_n = 32 * 16 // dtype.itemsize  # one warp, 16 bytes of B per thread
+    block_r = min(triton.next_power_of_2(bound), 32)
+    constants = {"SLICES": pieces, "BLOCK_R": block_r, "BLOCK_N": block_n, "PDL": dependent_launch(device)}
+    grid = (triton.cdiv(n, block_n) + pieces - 1, rows * tokens, 1)
+    return Launcher(lora_expand_rows_kernel, grid, (rows * tokens, tokens, n, slots, stride), constants, 1, 1)
+
+
 def expand_laid(
-    both: Tensor, n: int, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
-    slices: Tensor | None,
+    both: Tensor, n: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
+    slices: Tensor | None, bound: int,
 ) -> Tensor:  # fmt: skip
-    """`expand` with own columns of both = [y | h], [R, T, n + P * L], as a matmul that was just launched gives it."""
+    """`expand` with own columns of both = [y | h], [R, T, n + P * L], as a matmul that was just launched gives it.
+    row_slots: int32 [R]. bound: of the ranks."""
     rows, tokens, columns = both.shape
     shape = (rows, tokens, n) if slices is None else (rows * tokens * n,)
     out = torch.empty(shape, dtype=both.dtype, device=both.device)
     if not out.numel():
         return out
     pieces, slots = starts.shape
+    if rows * tokens <= FEW:
+        some = _expand_rows(
+            rows, tokens, n, slots, pieces, columns, bound, both.dtype, b.dtype, both.device
+        )  # fmt: skip
+        some(both, b, out, row_slots, starts, ranks, slices)
+        return out
     run = _expand(
         rows, tokens, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
         precision(b.dtype), True, False, False, False, True, both.device,

@@ -42,7 +42,7 @@ EDGES: dict[str, set[str]] = {
     "hosting": {"catalogue", "formats", "host"},
     "store": {"catalogue", "formats", "host", "hosting", "pool"},
     "passes": {"catalogue", "pool", "store"},
-    "sites": BELOW_MODEL,
+    "sites": {*BELOW_MODEL, "siblings"},
     "filling": {*BELOW_MODEL, "sites"},
     "residency": {*BELOW_MODEL, "filling"},
     "runtime": {*BELOW_MODEL, "residency"},

@@ -174,4 +174,4 @@ def beside(slots: Any) -> Tensor:
     """A laid module's A as the matmul with its weight, and those of its siblings, reads it."""
     merged = slots.merged
     rows: Tensor = merged.buffer[merged.n + slots.index :: len(merged.members)]
-    return rows
+    return rows[: len(slots.a)]

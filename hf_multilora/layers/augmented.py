@@ -1,4 +1,6 @@
-"""The augmented weight: one buffer [W ; A], so that one matmul gives `W x` and every `A x`; see merged.py for several W.
+"""The augmented weight: one buffer [W ; A], so that one matmul gives `W x` and every `A x`.
+
+Linears that one input feeds share a buffer: see merged.py.
 
 `weight.data` becomes a view of the buffer: the same Parameter, so tying, names and optimizers' references hold.
 `prepare` lays weights when a request opens, and none moves while it is open: a traced or captured call keeps their
@@ -54,13 +56,14 @@ def lay(members: Sequence[Member]) -> None:
             bias = torch.zeros(n + rows * count, dtype=first.dtype, device=first.device)
         buffer[n:].zero_()
         merged = Merged(members, buffer, bias, b)
-        for i, (module, slots) in enumerate(members):
+        for i, (_, slots) in enumerate(members):
             own, own_bias = weights[i], biases[i]
             assert own is not None
             span, capacity = slice(merged.edges[i], merged.edges[i + 1]), slots.rows.capacity
             own_a = buffer[n + i :: count][:capacity]
             own_b = b[merged.places[i] : merged.places[i + 1]].view(capacity, slots.out_features)
             buffer[span], own_a[:], own_b[:] = own, slots.a, slots.b
+            old, place = slots.merged, slots.index
             slots.looked = False  # an interrupt before its end must not leave views of two states
             slots.merged, slots.index = merged, i
             own.data = buffer[span]
@@ -69,6 +72,8 @@ def lay(members: Sequence[Member]) -> None:
                 bias[span] = own_bias
                 own_bias.data = bias[span]
             slots.a, slots.b, slots.laid = own_a, own_b, True
+            if old is not None:
+                old.leave(place)
     for _, slots in members:
         slots.look()
 
@@ -85,12 +90,10 @@ def unlay(module: nn.Module, slots: ModuleSlots) -> None:
                     parameter.data = parameter.data.clone()
         if slots.laid:
             slots.a, slots.b = slots.a.clone(memory_format=torch.contiguous_format), slots.b.clone()
-        if merged is not None:  # a weight that was taken out of the module takes no tenant's rows along
-            merged.buffer[merged.n + slots.index :: len(merged.members)].zero_()
     slots.merged, slots.laid = None, False
     slots.look()
     if merged is not None:
-        merged.look()
+        merged.leave(slots.index)
 
 
 def _within(parameter: Tensor, buffer: Tensor | None) -> bool:
@@ -113,11 +116,12 @@ def prepare(members: Sequence[Member]) -> bool:
         settle(module, slots)
     if all(slots.layout is None for _, slots in members):
         return False
-    able = [member for member in members if plain_call(member[0]) and can_lay(*member)]
-    kinds = dict.fromkeys((slots.a.dtype, slots.a.device) for _, slots in able)
+    able: dict[tuple[Any, ...], list[Member]] = {}
+    for module, slots in members:
+        if plain_call(module) and can_lay(module, slots):
+            able.setdefault((slots.in_features, slots.a.dtype, slots.a.device), []).append((module, slots))
     done = False
-    for kind in kinds:
-        alike = [(module, slots) for module, slots in able if (slots.a.dtype, slots.a.device) == kind]
+    for alike in able.values():
         merged = alike[0][1].merged
         wasteful = merged is not None and len(merged.members) > 1 and merged.wasted > WASTED
         if wasteful or any(slots.alone for _, slots in alike):

@@ -24,8 +24,9 @@ class LoraLinear(AdaptedLayer, kind="linear"):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots: ModuleSlots = self._lora
-        merged, x = slots.merged, args[0] if args else next(iter(kwargs.values()))
-        if merged is not None:
+        x: Any = args[0] if args else next(iter(kwargs.values()), None)  # None: the class's forward will refuse
+        merged = slots.merged
+        if merged is not None and x is not None:
             out = merged.compute(slots, x)
             if out is not None:
                 return out

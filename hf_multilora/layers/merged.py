@@ -7,8 +7,10 @@ they are called with the same tensor, unchanged since. A guess of siblings that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from ..pool import Layout
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE
 from .slots import ModuleSlots, dense_tokens
+
 
 class Joint:
     """starts and ranks of L linears that may have different rank rows: int32 [L, slots] each, at fixed addresses."""
@@ -81,6 +84,13 @@ class Merged:
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def leave(self, index: int) -> None:
+        """A member has moved elsewhere. A weight that somebody took out of its module takes no tenant's rows along."""
+        self.buffer[self.n + index :: len(self.members)].zero_()
+        self.look()
+
     def lead(self) -> tuple[ModuleSlots, int]:
         """A member in which rows of the call have an adapter, if there is one, and what is to do there."""
         for slots in self.leads:
@@ -115,15 +125,12 @@ class Merged:
 
     def compute(self, slots: ModuleSlots, x: Tensor) -> Tensor | None:
         """The output of one member, and with it those of the others; None where it must be computed alone."""
-        shared = slots.routing.shared
-        if shared is not None:
-            merged, same, version, outs = shared
-            if merged is self and same is x and (version is None or version == x._version):
-                own: Tensor | None = outs[slots.index]
+        shared, state = slots.routing.shared, None
+        if len(self.members) > 1:
+            state = self.state(slots, x)
+            if shared is not None and shared[0] is self:
+                own = self.taken(slots, x, state)
                 if own is not None:
-                    outs[slots.index] = None
-                    if all(other is None for other in outs):
-                        slots.routing.shared = None  # else a traced graph would keep the outputs
                     return own
         lead, path = self.lead()
         if path == BASE_ONLY or not self.ready():
@@ -132,13 +139,46 @@ class Merged:
         if found is None:
             return None
         own = found[slots.index]
-        if len(found) > 1:
-            tracing = torch.compiler.is_compiling()
-            if shared is not None and not tracing:
+        if state is not None:
+            if shared is not None and not torch.compiler.is_compiling():
                 shared[0].wasted += 1
             found[slots.index] = None
-            version = None if tracing or x.is_inference() else x._version  # which these do not have
-            slots.routing.shared = self, x, version, found
+            slots.routing.shared = self, x, state, found
+        return own
+
+    def state(self, slots: ModuleSlots, x: Tensor) -> tuple[Any, ...] | None:
+        """What must not have changed when another member takes what one computed; None where that cannot be told.
+
+        In traced code the tensor's identity must do: `siblings_of` has seen to it that nothing visible changes x
+        between the calls. So it must in inference mode, where tensors have no versions, for the code that it read.
+        """
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+        if torch.compiler.is_compiling():
+            return modes
+        if not x.is_inference():
+            return *modes, x._version, self.versions()
+        caller = sys._getframe(3).f_code  # of the module's __call__, which called `compute`
+        return (*modes, self.versions()) if caller is slots.fed_by else None
+
+    def versions(self) -> list[int]:
+        """Of the weights: they count changes in place."""
+        weights = [module._parameters.get("weight") for module, _ in self.members]
+        return [-1 if weight is None else weight._version for weight in weights]
+
+    def taken(self, slots: ModuleSlots, x: Tensor, state: tuple[Any, ...] | None) -> Tensor | None:
+        """What another member computed for this one, if all is as it was; each is given once."""
+        _, same, then, outs = slots.routing.shared  # type: ignore[misc]
+        own: Tensor | None = outs[slots.index]
+        if same is not x or own is None or state is None or state != then:
+            return None
+        if not torch.compiler.is_compiling():
+            if not (plain_call(self.members[slots.index][0]) and self.lies(slots.index)):
+                return None
+        outs[slots.index] = None
+        if all(other is None for other in outs):
+            slots.routing.shared = None  # else a traced graph would keep the outputs
+            if self.wasted:
+                self.wasted = 0
         return own
 
     def run(self, lead: ModuleSlots, path: int, x: Tensor) -> list[Tensor | None] | None:
@@ -159,7 +199,8 @@ class Merged:
             both = F.linear(rows, *self.used)  # [R, T, N + w * L]
             if backend.expand_laid is None or tracing or both.requires_grad:
                 return None if path == ONE else self._gated(both, x)
-            return self._split(backend.expand_laid(both, self.n, self.b, *tables, self.slices), x)
+            out = backend.expand_laid(both, self.n, self.b, table.row_slots, *tables, self.slices, self.joint.bound)
+            return self._split(out, x)
         if backend.expand_laid is None or tracing or (torch.is_grad_enabled() and rows.requires_grad):
             return None
         y = F.linear(rows, *self.weights)
@@ -182,10 +223,11 @@ class Merged:
         return outs
 
     def _split(self, out: Tensor, x: Tensor) -> list[Tensor | None]:
-        """The members' parts of what the expand gave."""
+        """The members' parts of what the expand gave. `data`, so that each has a version of its own, as tensors that
+        are no views of one have, and may be changed in place where gradients are wanted."""
         lead = x.shape[:-1]
         if len(self.sizes) == 1:
-            return [out.view(*lead, self.n)]
+            return [out.view(*lead, self.n).data]
         tokens = out.shape[0] // self.n
         parts = out.split([tokens * size for size in self.sizes])
-        return [part.view(*lead, size) for part, size in zip(parts, self.sizes, strict=True)]
+        return [part.view(*lead, size).data for part, size in zip(parts, self.sizes, strict=True)]

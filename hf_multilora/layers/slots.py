@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -59,6 +60,7 @@ class ModuleSlots(SlotRows):
         self.index = 0  # among the members of `merged`
         self.laid = False  # A and B lie in its buffers too
         self.alone = False  # its siblings turned out not to get its input
+        self.fed_by: CodeType | None = None  # the `forward` whose source says that they do
         self.dense_tokens = 0  # for the torch backend, where the weight is not laid
         super().__init__(name, in_features, out_features, routing, flat=flat, mixable=mixable)
 
@@ -82,5 +84,5 @@ class ModuleSlots(SlotRows):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""
-        own = {"a_used": None, "b_used": None, "b": self.b.detach().clone(), "merged": None, "laid": False}
-        return super().__getstate__() | own
+        own = {"b": self.b.detach().clone(), "merged": None, "laid": False, "fed_by": None}
+        return super().__getstate__() | dict.fromkeys(("a_used", "b_used")) | own

@@ -1,0 +1,46 @@
+"""The expand kernel for few tokens: every token by itself. Letters as in ops.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .lora_expand import find_columns
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches
+def lora_expand_rows_kernel(
+    both, b, out, row_slots, starts, ranks, slices,
+    count, tokens, n, slots, stride,
+    SLICES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of columns, token) writes out[token, columns] = y + B^T h of the token's slot.
+
+    both: [y | h], `stride` numbers per token, h from column n on with one for every rank row. out: slice after slice,
+    each [count tokens, its columns]. Nothing is sorted, and what tokens of one slot share is read again, from L2. Each
+    thread holds all ranks of its columns, so that sums need no other thread. PDL: as in the expand.
+    """
+    piece, left, width, offset, column = find_columns(tl.program_id(0), slices, n, SLICES, BLOCK_N)
+    token = tl.program_id(1).to(tl.int64)
+    slot = tl.load(row_slots + token // tokens)
+    if piece < SLICES:
+        entry = piece * slots + slot
+        r = tl.load(ranks + entry, mask=slot >= 0, other=0)
+        start = tl.load(starts + entry, mask=slot >= 0, other=0).to(tl.int64)
+        columns = column + tl.arange(0, BLOCK_N)
+        inside = columns < width
+        b_tile = b + offset + start * width + columns[None, :]
+        at = tl.arange(0, BLOCK_R)
+        some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        row = both + token * stride
+        total = tl.load(row + left + columns, mask=inside, other=0.0).to(tl.float32)
+        h_tile = row + n + start * SLICES + piece
+        for _ in range(0, r, BLOCK_R):
+            some_h = tl.load(h_tile + at * SLICES, mask=at < r, other=0.0)
+            total += tl.sum(some_h.to(tl.float32)[:, None] * some_b.to(tl.float32), 0)
+            at += BLOCK_R
+            some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
+        place = out + tl.cast(left, tl.int64) * count + token * width + columns
+        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
