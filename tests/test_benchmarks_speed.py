@@ -130,6 +130,18 @@ def test_a_captured_step_must_serve_another_mix(frozen: bool, tmp_path: Path, mo
     assert status == int(frozen)
 
 
+def test_a_prompt_that_cannot_be_captured_is_timed_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(step: Any) -> Any:
+        raise RuntimeError("not while capturing")
+
+    monkeypatch.setattr(gpu_timing, "capture", capture)
+    monkeypatch.setattr(gpu_timing, "why_no_graph", lambda device: None)
+    status, result = run(tmp_path, "decode prefill", "--cells", "2,2", "4x7,4")
+    prompt, step = (result["stages"][name]["cells"][cell] for name, cell in (("prefill", "4x7,4"), ("decode", "2,2")))
+    assert status == 1 and "failed" in step
+    assert "failed" not in prompt and prompt["value"] > 0 and "not while capturing" in prompt["graph"]["skipped"]
+
+
 def test_a_recompiled_step_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = iter(range(100))
     monkeypatch.setattr(compiled, "counts", lambda cuda: {"graphs": next(made)})

@@ -123,7 +123,13 @@ def time_cell(stage: Stage, sides: dict[str, Side], count: int, found: dict[str,
         found |= eager | {"graph": {"skipped": why}}
         return
     for side in sides.values():
-        side.capture()
+        try:
+            side.capture()
+        except RuntimeError as error:
+            if ours.decode:
+                raise
+            found |= eager | {"graph": {"skipped": f"capture failed: {str(error).strip().splitlines()[0]}"}}
+            return
     bound = found["errors"]["bound"]
     found["replays"] = check_replays(ours, bound)
     graph = clock.palindrome(jobs, rounds)
