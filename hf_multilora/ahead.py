@@ -60,7 +60,7 @@ class Ahead:
             data.copy_(host.flat[first:end], non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        host.readers.append(event)
+        host.readers[self.device] = event  # copies on this stream are made in turn: the last one ends last
         self.arrivals[host] = Arrival(Bytes(data, first), event)
 
     def take(self, host: HostAdapter) -> Bytes | None:

@@ -57,7 +57,7 @@ class HostAdapter:
     places   path of the module -> where its A and its B lie; modules that have a factor in common share its place
     factors  path of the module -> (A [r, in], B [r, out], scale folded into B), views of `flat`
     parts    path of the module -> rank rows of each expert, where they differ by expert
-    readers  events (torch.cuda.Event) of copies to a device that read the page-locked buffer beside what computes there
+    readers  device -> event (torch.cuda.Event) of the last copy that reads the buffer beside what computes there
     """
 
     flat: Tensor
@@ -65,7 +65,7 @@ class HostAdapter:
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     factors: dict[str, tuple[Tensor, Tensor]] = field(init=False, repr=False)
     key: int = field(init=False, repr=False)
-    readers: list[Any] = field(default_factory=list, init=False, repr=False)
+    readers: dict[torch.device, Any] = field(default_factory=dict, init=False, repr=False)
     _unpin: Any = field(default=None, init=False, repr=False)  # weakref.finalize
 
     def __post_init__(self) -> None:
@@ -231,9 +231,9 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-def _unregister(unregister: Callable[[int], Any], flat: Tensor, readers: list[Any]) -> None:
+def _unregister(unregister: Callable[[int], Any], flat: Tensor, readers: dict[Any, Any]) -> None:
     """Run when the adapter goes: `flat` keeps the memory until copies have read it and the driver has let go of it."""
-    for event in readers:
+    for event in readers.values():
         event.synchronize()
     code = int(unregister(flat.data_ptr()))
     if code:

@@ -77,9 +77,8 @@ class AdapterVerbs(InheritedVerbs):
     def prefetch(self, adapter_names: Sequence[str | None] | None = None, *, adapter_ids: Any = None) -> None:
         """Start to bring adapters to the device for a call to come, while another computes; returns at once.
 
-            for batch, following in itertools.pairwise(batches):
-                model.prefetch(adapter_ids=following["adapter_ids"])
-                model(**batch)
+            model.prefetch(["summary", None, "title"])  # the rows of the next batch
+            model(**batch)                              # computes meanwhile
 
         adapter_names: names, None for the base; or adapter_ids: integers, 0 for the base. Those in slots stay there for
         longer. Of the others the first max_loras are read from disk, in a thread, where they left host memory, and

@@ -58,7 +58,8 @@ def test_memory_that_copies_still_read_is_not_unregistered(cudart: Cudart, monke
     monkeypatch.setattr(cudart, "cudaHostUnregister", lambda address: order.append("out") or unregister(address))
     host = packed(random_adapter())
     host.pin()
-    host.readers += [SimpleNamespace(synchronize=lambda i=i: order.append(f"copy {i}")) for i in range(2)]
+    for i in range(2):
+        host.readers[torch.device("cuda", i)] = SimpleNamespace(synchronize=lambda i=i: order.append(f"copy {i}"))
     ring: dict[str, Any] = {"host": host}
     ring["self"] = ring
     del host, ring
