@@ -69,6 +69,7 @@ class Filling(Sites):
         slot. Raises CapacityError where the memory of a device runs out, also without what was brought ahead for
         others.
         """
+        self.routing.shared = None  # computed with what was in the slot
         try:
             self._fill(slot, host)
         except CapacityError:
@@ -123,6 +124,11 @@ class Filling(Sites):
     def bring(self, host: HostAdapter) -> None:
         """Start to bring an adapter's bytes to the CUDA devices of its modules, ahead of its use. Raises
         torch.OutOfMemoryError."""
+        if len(self.staging) == 1:  # as far as is known, all modules are on that device
+            (staging,) = self.staging.values()
+            if remote(staging.device):
+                staging.ahead.bring(host, 0, host.nbytes)
+            return
         homes: dict[torch.device, list[Place]] = {}
         for name, pair in host.places.items():
             homes.setdefault(home_of(self.sites[name][0]), []).extend(pair)
@@ -191,6 +197,7 @@ class Filling(Sites):
     @torch.no_grad()
     def empty(self, slot: int) -> None:
         """Give up the rows of a slot; nothing of the tenant stays behind."""
+        self.routing.shared = None
         self._wipe(slot, (), plain=True)
 
     def _wipe(self, slot: int, kept: Collection[str], plain: bool = False) -> None:
