@@ -109,15 +109,17 @@ class Merged:
 
     def ready(self) -> bool:
         """Whether a call may use the buffer, as `augmented.prepare` laid it. A weight that left it is laid at the next
-        request. While gradients of a weight are wanted the buffer, which is no Parameter, is not used."""
+        request. While gradients of a weight or bias are wanted the buffer, which is no Parameter, is not used."""
         if not self.whole or self.joint is None:
             return False
         gradients, tracing = torch.is_grad_enabled(), torch.compiler.is_compiling()
         for index, (module, _) in enumerate(self.members):
             if not plain_call(module):
                 return False
-            weight = module._parameters.get("weight")
-            if weight is None or (gradients and weight.requires_grad):
+            weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+            if weight is None:
+                return False
+            if gradients and (weight.requires_grad or (bias is not None and bias.requires_grad)):
                 return False
             if not tracing and not self.lies(index):  # addresses cannot be read while tracing
                 return False
@@ -129,7 +131,7 @@ class Merged:
         if len(self.members) > 1:
             state = self.state(slots, x)
             if shared is not None and shared[0] is self:
-                own = self.taken(slots, x, state)
+                own = self.taken(shared, slots, x, state)
                 if own is not None:
                     return own
         lead, path = self.lead()
@@ -152,7 +154,8 @@ class Merged:
         In traced code the tensor's identity must do: `siblings_of` has seen to it that nothing visible changes x
         between the calls. So it must in inference mode, where tensors have no versions, for the code that it read.
         """
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+        kind = x.device.type
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         if torch.compiler.is_compiling():
             return modes
         if not x.is_inference():
@@ -161,13 +164,17 @@ class Merged:
         return (*modes, self.versions()) if caller is slots.fed_by else None
 
     def versions(self) -> list[int]:
-        """Of the weights: they count changes in place."""
-        weights = [module._parameters.get("weight") for module, _ in self.members]
-        return [-1 if weight is None else weight._version for weight in weights]
+        """Of the weights and biases: they count changes in place."""
+        names = ("weight",) if self.bias_buffer is None else ("weight", "bias")
+        found = [module._parameters.get(name) for module, _ in self.members for name in names]
+        return [-1 if parameter is None else parameter._version for parameter in found]
 
-    def taken(self, slots: ModuleSlots, x: Tensor, state: tuple[Any, ...] | None) -> Tensor | None:
-        """What another member computed for this one, if all is as it was; each is given once."""
-        _, same, then, outs = slots.routing.shared  # type: ignore[misc]
+    def taken(
+        self, shared: tuple[Any, ...], slots: ModuleSlots, x: Tensor, state: tuple[Any, ...] | None
+    ) -> Tensor | None:
+        """What another member computed for this one, if all is as it was; each is given once. shared: as the caller
+        found it, since a load in another thread may take it away."""
+        _, same, then, outs = shared
         own: Tensor | None = outs[slots.index]
         if same is not x or own is None or state is None or state != then:
             return None
