@@ -45,13 +45,18 @@ def host_of(model: Any, name: str) -> HostAdapter:
     return model._multilora.store.catalogue.entry(name).host
 
 
-def transfers(work: Any) -> list[str]:
-    """Names of the copies from the host to a device while `work` runs."""
+def events(work: Any) -> list[str]:
+    """Names of what devices do while `work` runs."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         work()
         torch.cuda.synchronize()
-    return [event.name for event in seen.events() if "Memcpy HtoD" in event.name]
+    return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def transfers(work: Any) -> list[str]:
+    """Names of the copies from the host to a device while `work` runs."""
+    return [name for name in events(work) if "Memcpy HtoD" in name]
 
 
 def locked(tensor: Any) -> bool:
@@ -106,15 +111,27 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is(family: Family) -> No
 
 
 # -- one copy ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fill_is_one_copy_and_bit_by_bit_what_the_host_holds(family: Family, dtype: torch.dtype) -> None:
-    model = model_of(family, dtype=dtype, max_loras=3, max_lora_rank=8)
+def test_a_fill_is_one_copy_and_bit_by_bit_what_the_host_holds(
+    family: Family, dtype: torch.dtype, backend: str
+) -> None:
+    """And one launch that takes the factors apart, which brings its table."""
+    model = model_of(family, dtype=dtype, max_loras=3, max_lora_rank=8, backend=backend)
     runtime = model._multilora
     for name in ("a", "b", "c"):
         runtime.fill({"a": 0, "b": 1, "c": 2}[name], host_of(model, name))
     host = host_of(model, "d")
-    copies = transfers(lambda: runtime.fill(1, host))
-    assert len(copies) == 1 and "Pinned" in copies[0], copies
+    runtime.fill(0, host)
+    runtime.fill(0, host_of(model, "a"))
+    seen = events(lambda: runtime.fill(1, host))  # of another rank than what is in the slot: that is wiped
+    copies = [name for name in seen if "Memcpy HtoD" in name]
+    assert all("Pinned" in name for name in copies), copies
+    launches = sum("scatter_kernel" in name for name in seen)
+    assert (len(copies), launches) == ((3, 2) if backend == "triton" else (1, 0)), seen
+    seen = events(lambda: runtime.fill(1, host))  # over itself
+    copies, launches = [n for n in seen if "Memcpy HtoD" in n], [n for n in seen if "scatter_kernel" in n]
+    assert (len(copies), len(launches)) == ((2, 1) if backend == "triton" else (1, 0)), seen
     factors = [factor for pair in host.factors.values() for factor in pair]
     assert len(transfers(lambda: [factor.to("cuda") for factor in factors])) == len(factors), "copies are seen"
     for slot, name in ((0, "a"), (1, "d"), (2, "c")):
@@ -133,7 +150,7 @@ def test_a_model_on_two_devices_gets_one_copy_each(family: Family) -> None:
     model = MultiLoRAModel.from_pretrained(base, {n: str(p) for n, p in family.paths.items()}, max_loras=2)
     runtime, host = model._multilora, host_of(model, "b")
     runtime.fill(0, host_of(model, "a"))
-    assert len(transfers(lambda: runtime.fill(1, host))) == 2
+    assert len(transfers(lambda: runtime.fill(1, host))) == 4, "an adapter's bytes and a table on each"
     assert sorted(device.index for device in runtime.staging) == [0, 1]
     for module, (a, b) in host.factors.items():
         on_device = runtime.sites[module][1].tenant(1)
@@ -150,19 +167,22 @@ def assert_in_slot(model: Any, slot: int, name: str) -> None:
         assert not torch.equal(on_device[0].cpu(), -a), "other values pass: the check says nothing"
 
 
-def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(
+    family: Family, tmp_path: Path, backend: str
+) -> None:
     own = Family(family.base, tmp_path, {"x": {"r": 3}, "y": {"r": 3}, "z": {"r": 4}, "large": {"r": 20}})
-    model = model_of(own, max_loras=1, max_lora_rank=20)
+    model = model_of(own, max_loras=1, max_lora_rank=20, backend=backend)
     runtime = model._multilora
     check(own, model, ["x", None])
     (staging,) = runtime.staging.values()
     small, large = host_of(model, "x").nbytes, host_of(model, "large").nbytes
     assert staging.buffer.is_cuda and staging.buffer.nbytes == small < large - 4096
-    buffer, views = staging.buffer.data_ptr(), staging.views
+    buffer, fits, views, tables = staging.buffer.data_ptr(), dict(staging.fits), staging.views[2], 2048
     for name in ("y", "x", "y"):
         copies = transfers(lambda name=name: runtime.fill(0, host_of(model, name)))
-        assert len(copies) == 1 and "Pinned" in copies[0], copies
-        assert staging.buffer.data_ptr() == buffer and staging.views is views
+        assert len(copies) == 1 + (backend == "triton") and all("Pinned" in each for each in copies), copies
+        assert staging.buffer.data_ptr() == buffer and staging.fits == fits and staging.views[2] is views
         assert_in_slot(model, 0, name)
     del views  # which would keep the old buffer
     gc.collect()
@@ -170,8 +190,9 @@ def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(fa
     start = torch.cuda.memory_allocated()
     runtime.fill(0, host_of(model, "large"))
     assert staging.buffer.nbytes == large
-    assert large - small - 1024 <= torch.cuda.memory_allocated() - start
-    assert torch.cuda.max_memory_allocated() - start <= large - small + 1024, "the old buffer is given up first"
+    assert large - small - 1024 <= torch.cuda.memory_allocated() - start <= large - small + 1024
+    assert small > tables, "which is told from tables"
+    assert torch.cuda.max_memory_allocated() - start <= large - small + tables, "the old buffer is given up first"
     assert_in_slot(model, 0, "large")
     buffer = staging.buffer.data_ptr()
     for name in ("z", "x", "large", "y"):
@@ -201,12 +222,15 @@ def test_memory_stays_flat_while_staging_is_kept(family: Family, tmp_path: Path)
     assert torch.cuda.memory_allocated() == device and staging.buffer.data_ptr() == buffer
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_a_load_that_fails_half_way_leaves_an_empty_slot(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """After rows of the same rank were kept and some of them written."""
+    from hf_multilora.kernels import triton_scatter
+
     own = Family(family.base, tmp_path, {"x": {"r": 3}, "y": {"r": 3}, "other": {"r": 2}})
-    model, real = model_of(own, max_loras=2), torch._foreach_copy_
+    model, real, launch = model_of(own, max_loras=2, backend=backend), torch._foreach_copy_, triton_scatter.launch
     for _ in range(2):
         check(own, model, ["x", None, "other"])
     model.pin_adapter("other")
@@ -218,7 +242,12 @@ def test_a_load_that_fails_half_way_leaves_an_empty_slot(
         real(targets[:3], sources[:3])
         raise MemoryError("half way")
 
+    def broken_launch(kernel: Any, grid: tuple[int], *rest: Any) -> None:
+        launch(kernel, (grid[0] // 2,), *rest)
+        raise MemoryError("half way")
+
     monkeypatch.setattr(torch, "_foreach_copy_", broken)
+    monkeypatch.setattr(triton_scatter, "launch", broken_launch)
     with pytest.raises(MemoryError):
         logits(model, same_ids(2).cuda(), ["y", None])
     monkeypatch.undo()
