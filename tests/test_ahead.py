@@ -16,7 +16,7 @@ from hf_multilora import CapacityError
 from hf_multilora import filling as filling_module
 from hf_multilora import staging as staging_module
 from hf_multilora.host import HostAdapter
-from hf_multilora.kernels.backends import has_triton, interpreted
+from hf_multilora.kernels.backends import KernelError, has_triton, interpreted
 from tests.test_prefetch import RANKS, settle
 from tests.test_scarcity import failing_at, is_buffer, is_pool, pools
 from tests.tiny import Family, assert_rows, llama, logits, same_ids
@@ -306,4 +306,26 @@ def test_no_memory_for_the_move_itself(family: Family, device: None, monkeypatch
         with pytest.raises(CapacityError, match=r"'c' .*: the copy of its factors needs \d+ bytes on cpu"):
             logits(model, same_ids(2), ["c", "a"])
     assert ahead(model) == []
+    check(family, model, ["c", None, "a"])
+
+
+def test_a_kernel_that_cannot_be_built(family: Family, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is the usual one, the slot is empty, and the base answers; with the kernel built, all is as before."""
+    pytest.importorskip("triton")
+    if not interpreted():
+        pytest.skip("Triton must run on the CPU")
+    model = model_of(family, backend="auto")
+    calls: list[tuple[int, ...]] = []
+
+    def broken(kernel: Any, grid: tuple[int, ...], *_: Any) -> None:
+        calls.append(grid)
+        raise KernelError("the Triton kernel scatter_kernel must compile on this machine, it did not")
+
+    model.prefetch(["c"])
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_multilora.kernels.triton_scatter.launch", broken)
+        with pytest.raises(KernelError, match="must compile on this machine"):
+            logits(model, same_ids(2), ["c", "a"])
+        assert calls and sorted(filter(None, model.memory_report().slots)) == ["a"]
+        check(family, model, ["a", None])
     check(family, model, ["c", None, "a"])
