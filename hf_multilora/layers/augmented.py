@@ -132,6 +132,10 @@ def prepare(members: Sequence[Member]) -> bool:
             if merged is None or not merged.whole or merged.members != tuple(part):
                 lay(part)
                 done = True
+    for module, slots in members:
+        if slots.merged is not None and not slots.merged.whole:  # it would hold the weights of those that went
+            unlay(module, slots)
+            done = True
     return done
 
 
