@@ -25,7 +25,7 @@ class KernelError(RuntimeError):
 @dataclass(frozen=True)
 class Backend:
     """shrink, expand: as specified in ops.py. split: K -> ranges of K that suit it, where nothing else is known.
-    expand_laid: as in triton_backend.py, which has it.
+    expand_laid, expand_parts: as in triton_backend.py, which alone has them.
     experts_...: as specified in ops_experts.py; experts_expand returns y, written in place (torch: a new tensor where
     gradients are wanted). pair_keys, sort_pairs: as specified in torch_pairs.py. fixed: a row's delta depends on
     nothing else in the batch."""
@@ -40,7 +40,8 @@ class Backend:
     pair_keys: Callable[..., Tensor]
     sort_pairs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     fixed: bool = False
-    expand_laid: Callable[..., Tensor] | None = None
+    expand_laid: Callable[..., None] | None = None
+    expand_parts: Callable[..., None] | None = None
 
 
 @functools.cache
@@ -59,8 +60,9 @@ def backend(name: str) -> Backend:
     split, pairs = triton_backend.fixed_split, (triton_pairs.pair_keys, triton_pairs.sort_pairs)
     if name == TRITON:
         experts = (triton_experts.shrink, triton_experts.expand, triton_experts.combine)
-        laid = triton_backend.expand_laid
-        return Backend(TRITON, triton_backend.shrink, triton_backend.expand, split, *experts, *pairs, expand_laid=laid)
+        shrink, expand = triton_backend.shrink, triton_backend.expand
+        laid, parts = triton_backend.expand_laid, triton_backend.expand_parts
+        return Backend(TRITON, shrink, expand, split, *experts, *pairs, expand_laid=laid, expand_parts=parts)
     shrink = functools.partial(triton_backend.shrink, fixed=True)
     expand = functools.partial(triton_backend.expand, fixed=True)
     experts_shrink = functools.partial(triton_experts.shrink, fixed=True)

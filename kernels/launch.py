@@ -84,10 +84,14 @@ class Launcher:
         """Raises as `launch` does."""
         addresses = [None if t is None else t.data_ptr() for t in pointers]
         kind = tuple([None if a is None else not a & 15 for a in addresses])
-        compiled, first = self.compiled.get(kind), pointers[0]
-        assert first is not None
-        if compiled is not None and first.get_device() == torch.cuda.current_device():
-            compiled[self.grid](*addresses, *self.rest)
+        compiled, device = self.compiled.get(kind), pointers[0].get_device()  # type: ignore[union-attr]
+        if compiled is not None and device == torch.cuda.current_device():
+            run, stream, hooks = compiled.run, torch._C._cuda_getCurrentRawStream(device), triton.knobs.runtime
+            if hooks.launch_enter_hook is None and hooks.launch_exit_hook is None:
+                first = (compiled.function, compiled.packed_metadata, None, None, None)
+                run(*self.grid, stream, *first, *addresses, *self.rest)
+            else:  # somebody traces launches
+                compiled[self.grid](*addresses, *self.rest)
             return
         compiled = launch(self.kernel, self.grid, (*pointers, *self.numbers), self.constants | self.options)
         if compiled is not None:

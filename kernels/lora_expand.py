@@ -32,9 +32,21 @@ def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
     return piece, first, width, offset, column
 
 
+@triton.jit
+def of_slice(piece, out, out_1, out_2, out_3, SLICES: tl.constexpr):
+    """The output of a slice."""
+    if SLICES > 1:
+        out = tl.where(piece == 1, out_1, out)
+    if SLICES > 2:
+        out = tl.where(piece == 2, out_2, out)
+    if SLICES > 3:
+        out = tl.where(piece == 3, out_3, out)
+    return out
+
+
 @triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_kernel(
-    y, h, b, out, order, offsets, starts, ranks, slices, scale, bias,
+    y, h, b, out, out_1, out_2, out_3, order, offsets, starts, ranks, slices, scale, bias,
     rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
@@ -42,10 +54,10 @@ def lora_expand_kernel(
 ):  # fmt: skip
     """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
-    out: slice after slice, each [R, T, its columns]. PLANES: partial sums in h, `plane` elements apart, added in their
-    order. OWN_COLUMNS: h has a column for every rank row of the pool, from column `shift` on, those of the slices
-    interleaved; else column 0 of its slice's `max_rank` columns is the slot's first. STEPS: as in the shrink. PDL: it
-    is launched while the kernel before it still runs, and reads what that one writes after the wait only.
+    out, out_1, ...: of the slices, each [R, T, its columns]. PLANES: partial sums in h, `plane` elements apart, added
+    in their order. OWN_COLUMNS: h has a column for every rank row of the pool, from column `shift` on, those of the
+    slices interleaved; else column 0 of its slice's `max_rank` columns is the slot's first. STEPS: as in the shrink.
+    PDL: it is launched while the kernel before it still runs, and reads what that one writes after the wait only.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     if slot > slots:
@@ -56,8 +68,9 @@ def lora_expand_kernel(
         piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N)
         if piece < SLICES:
             expand_columns(
-                y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
-                rows * tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
+                y, h, b, of_slice(piece, out, out_1, out_2, out_3, SLICES), starts, ranks, scale, bias,
+                slot, token, live, piece, left, width, offset, column,
+                n, slots, max_rank, stride_y, stride_h, shift, plane,
                 SLICES, PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
             )  # fmt: skip
 
@@ -65,12 +78,12 @@ def lora_expand_kernel(
 @triton.jit
 def expand_columns(
     y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
-    count, n, slots, max_rank, stride_y, stride_h, shift, plane,
+    n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of columns of one slice, for the tokens of one slot. count: R * T."""
+    """One tile of columns of one slice, for the tokens of one slot."""
     entry = piece * slots + slot
     r = tl.load(ranks + entry, mask=slot < slots, other=0)
     start = tl.load(starts + entry, mask=slot < slots, other=0).to(tl.int64)
@@ -108,8 +121,7 @@ def expand_columns(
     if BIAS:
         more = tl.load(bias + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=0.0)
         total += more.to(tl.float32)[None, :]
-    place = out + tl.cast(left, tl.int64) * count + token[:, None] * width + columns[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=edge)
+    tl.store(out + token[:, None] * width + columns[None, :], total.to(out.dtype.element_ty), mask=edge)
 
 
 @triton.jit

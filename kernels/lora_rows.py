@@ -5,19 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .lora_expand import find_columns
+from .lora_expand import find_columns, of_slice
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_rows_kernel(
-    both, b, out, row_slots, starts, ranks, slices,
-    count, tokens, n, slots, stride,
+    both, b, out, out_1, out_2, out_3, row_slots, starts, ranks, slices,
+    tokens, n, slots, stride,
     SLICES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, token) writes out[token, columns] = y + B^T h of the token's slot.
 
-    both: [y | h], `stride` numbers per token, h from column n on with one for every rank row. out: slice after slice,
-    each [count tokens, its columns]. Nothing is sorted, and what tokens of one slot share is read again, from L2. Each
+    both: [y | h], `stride` numbers per token, h from column n on with one for every rank row. out, out_1, ...: of the
+    slices, each [R, T, its columns]. Nothing is sorted, and what tokens of one slot share is read again, from L2. Each
     thread holds all ranks of its columns, so that sums need no other thread. PDL: as in the expand.
     """
     piece, left, width, offset, column = find_columns(tl.program_id(0), slices, n, SLICES, BLOCK_N)
@@ -42,5 +42,5 @@ def lora_expand_rows_kernel(
             total += tl.sum(some_h.to(tl.float32)[:, None] * some_b.to(tl.float32), 0)
             at += BLOCK_R
             some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
-        place = out + tl.cast(left, tl.int64) * count + token * width + columns
-        tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+        place = of_slice(piece, out, out_1, out_2, out_3, SLICES) + token * width
+        tl.store(place + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -7,6 +7,7 @@ and a split of K that depends on K alone make a row's delta independent of every
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +20,9 @@ from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
+MOST = 4  # slices of one launch
 FEW = 64  # tokens of a call up to which every token is expanded by itself
+ROWS_WARPS, ROWS_BYTES = 1, 16  # of a program then, and of a row of B per thread
 NARROW = 64  # tokens per group up to which the smallest tile is used
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
@@ -170,10 +173,16 @@ def expand(
     early: it may be launched before the kernel before it on the stream has ended, which wrote neither b nor tables.
     """
     (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
+    if pieces > MOST:
+        raise ValueError(f"lora_expand: Triton takes at most {MOST} slices, got {pieces}")
     shape = (rows, tokens, n) if slices is None else (rows * tokens * n,)
     out = torch.empty(shape, dtype=y.dtype, device=y.device)
     if not out.numel():
         return out
+    parts = [out]
+    if slices is not None:
+        flat = rows * tokens
+        parts = [out[flat * first : flat * (first + size)] for first, size, _ in slices.tolist()]
     y, stride = _rows(y)
     plane, stride_r, stride_h, together = h.stride()
     if together != 1 or stride_r != tokens * stride_h:
@@ -182,44 +191,59 @@ def expand(
         rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, y.dtype, h.dtype, b.dtype,
         precision(b.dtype), own_columns, scale is not None, bias is not None, fixed, early, y.device,
     )  # fmt: skip
-    run(y, h, b, out, order, offsets, starts, ranks, slices, scale, bias)
+    run(y, h, b, *_four(parts), order, offsets, starts, ranks, slices, scale, bias)
     return out
 
 
 @functools.lru_cache(maxsize=4096)
 def _expand_rows(
-    rows: int, tokens: int, n: int, slots: int, pieces: int, stride: int, bound: int, y_dtype: torch.dtype,
+    count: int, tokens: int, n: int, slots: int, pieces: int, stride: int, bound: int, y_dtype: torch.dtype,
     dtype: torch.dtype, device: torch.device,
 ) -> Launcher:  # fmt: skip
-    """Cached, since an eager call has hundreds. bound: of the ranks."""
-    block_n = 32 * 16 // dtype.itemsize  # one warp, 16 bytes of B per thread
+    """Cached, since an eager call has hundreds. count: R * T. bound: of the ranks."""
+    block_n = ROWS_WARPS * 32 * ROWS_BYTES // dtype.itemsize  # every thread has all ranks of its columns
     block_r = min(triton.next_power_of_2(bound), 32)
     constants = {"SLICES": pieces, "BLOCK_R": block_r, "BLOCK_N": block_n, "PDL": dependent_launch(device)}
-    grid = (triton.cdiv(n, block_n) + pieces - 1, rows * tokens, 1)
-    return Launcher(lora_expand_rows_kernel, grid, (rows * tokens, tokens, n, slots, stride), constants, 1, 1)
+    grid = (triton.cdiv(n, block_n) + pieces - 1, count, 1)
+    return Launcher(lora_expand_rows_kernel, grid, (tokens, n, slots, stride), constants, ROWS_WARPS, 1)
 
 
 def expand_laid(
-    both: Tensor, n: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
-    slices: Tensor | None, bound: int,
-) -> Tensor:  # fmt: skip
-    """`expand` with own columns of both = [y | h], [R, T, n + P * L], as a matmul that was just launched gives it.
-    row_slots: int32 [R]. bound: of the ranks."""
-    rows, tokens, columns = both.shape
-    shape = (rows, tokens, n) if slices is None else (rows * tokens * n,)
-    out = torch.empty(shape, dtype=both.dtype, device=both.device)
-    if not out.numel():
-        return out
-    pieces, slots = starts.shape
-    if rows * tokens <= FEW:
-        some = _expand_rows(
-            rows, tokens, n, slots, pieces, columns, bound, both.dtype, b.dtype, both.device
-        )  # fmt: skip
-        some(both, b, out, row_slots, starts, ranks, slices)
-        return out
+    both: Tensor, rows: int, outs: Sequence[Tensor], b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor,
+    starts: Tensor, ranks: Tensor, slices: Tensor | None, n: int, bound: int,
+) -> None:  # fmt: skip
+    """`expand` with own columns of both = [y | h], [R * T, n + P * L], as a matmul that was just launched gives it,
+    into the outputs of the L slices. row_slots: int32 [R]. bound: of the ranks."""
+    (count, columns), (pieces, slots) = both.shape, starts.shape
+    if not count:
+        return
+    tokens = count // rows
+    if count <= FEW:
+        some = _expand_rows(count, tokens, n, slots, pieces, columns, bound, both.dtype, b.dtype, both.device)
+        some(both, b, *_four(outs), row_slots, starts, ranks, slices)
+        return
     run = _expand(
         rows, tokens, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
         precision(b.dtype), True, False, False, False, True, both.device,
     )  # fmt: skip
-    run(both, both, b, out, order, offsets, starts, ranks, slices, None, None)
-    return out
+    run(both, both, b, *_four(outs), order, offsets, starts, ranks, slices, None, None)
+
+
+def expand_parts(
+    y: Tensor, h: Tensor, outs: Sequence[Tensor], b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
+    ranks: Tensor, slices: Tensor | None,
+) -> None:  # fmt: skip
+    """`expand` after a `shrink` into the outputs of the L slices: y [R, T, N], h [Z, R, T, L * max_rank]."""
+    (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
+    if not y.numel():
+        return
+    run = _expand(
+        rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, y.dtype, h.dtype, b.dtype,
+        precision(b.dtype), False, False, False, False, True, y.device,
+    )  # fmt: skip
+    run(y, h, b, *_four(outs), order, offsets, starts, ranks, slices, None, None)
+
+
+def _four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The kernels' parameters out ... out_3, of which they use as many as there are slices."""
+    return (*outs, *[outs[0]] * (MOST - len(outs)))

@@ -25,6 +25,7 @@ from .merged import Merged
 from .plain import can_lay, plain_call
 from .slots import ModuleSlots
 
+MOST = 4  # linears that one launch serves
 WASTED = 8  # computations for siblings that did not ask, after which each is computed alone
 Member = tuple[nn.Module, ModuleSlots]
 
@@ -127,7 +128,8 @@ def prepare(members: Sequence[Member]) -> bool:
         if wasteful or any(slots.alone for _, slots in alike):
             for _, slots in alike:
                 slots.alone = True
-        for part in [[member] for member in alike] if alike[0][1].alone else [alike]:
+        size = 1 if alike[0][1].alone else MOST
+        for part in [alike[i : i + size] for i in range(0, len(alike), size)]:
             merged = part[0][1].merged
             if merged is None or not merged.whole or merged.members != tuple(part):
                 lay(part)

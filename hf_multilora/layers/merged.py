@@ -27,6 +27,7 @@ from .slots import ModuleSlots, dense_tokens
 class Joint:
     """starts and ranks of L linears that may have different rank rows: int32 [L, slots] each, at fixed addresses."""
 
+    @torch.inference_mode(False)  # else the tables could never be written again
     def __init__(self, layouts: Sequence[Layout | None]) -> None:
         first = next(layout for layout in layouts if layout is not None)
         self.layouts = tuple(layouts)
@@ -34,6 +35,7 @@ class Joint:
         self.starts, self.ranks = self.tables.unbind()
         self.take()
 
+    @torch.inference_mode(False)
     def take(self) -> None:
         """The spans as they now are, by one copy."""
         self.bound = max(layout.no_rows.shape[1] for layout in self.layouts if layout is not None)
@@ -81,6 +83,7 @@ class Merged:
         self.width = max((slots.layout.width for slots in all_slots if slots.layout is not None), default=0)
         end = self.n + self.width * len(all_slots)
         self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
+        self.turned = self.used[0].t()
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout
 
@@ -190,33 +193,38 @@ class Merged:
 
     def run(self, lead: ModuleSlots, path: int, x: Tensor) -> list[Tensor | None] | None:
         """The members' outputs for x; None where each is computed better alone."""
-        backend, layout, routing = lead.backend, lead.layout, lead.routing
-        assert layout is not None and self.joint is not None
-        tracing = torch.compiler.is_compiling()
+        backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, self.joint
+        assert layout is not None and joint is not None
+        tracing, kernels = torch.compiler.is_compiling(), backend.expand_laid is not None
         if path == ONE:
-            if backend.expand_laid is None or tracing:
+            if tracing or not kernels:
                 return None
             assert routing.uniform is not None
             rows, table = x.reshape(1, -1, x.shape[-1]), layout.alone(routing.uniform)
         else:
             assert layout.table is not None
             rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
-        tables = table.order, table.offsets, self.joint.starts, self.joint.ranks
-        if rows.shape[0] * rows.shape[1] <= dense_tokens(backend, self.width, self.buffer.is_cuda):
-            both = F.linear(rows, *self.used)  # [R, T, N + w * L]
-            if backend.expand_laid is None or tracing or both.requires_grad:
-                return None if path == ONE else self._gated(both, x)
-            out = backend.expand_laid(both, self.n, self.b, table.row_slots, *tables, self.slices, self.joint.bound)
-            return self._split(out, x)
-        if backend.expand_laid is None or tracing or (torch.is_grad_enabled() and rows.requires_grad):
-            return None
-        y = F.linear(rows, *self.weights)
-        a = self.buffer[self.n :]
-        h = backend.shrink(rows.to(a.dtype), a, *tables, self.joint.bound, early=True)
-        return self._split(backend.expand(y, h, self.b, *tables, self.slices, early=True), x)
+        many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, self.width, self.buffer.is_cuda)
+        if tracing or not kernels or (torch.is_grad_enabled() and rows.requires_grad):
+            return None if many or path == ONE else self._gated(F.linear(rows, *self.used), x)
+        tables = table.order, table.offsets, joint.starts, joint.ranks, self.slices
+        flat, lead_shape = rows.reshape(-1, rows.shape[-1]), x.shape[:-1]
+        if many:
+            y = F.linear(rows, *self.weights)
+            outs = [y.new_empty((*lead_shape, size)) for size in self.sizes]
+            a = self.buffer[self.n :]
+            h = backend.shrink(rows.to(a.dtype), a, *tables[:4], joint.bound, early=True)
+            backend.expand_parts(y, h, outs, self.b, *tables)  # type: ignore[misc]
+        else:
+            both = torch.mm(flat, self.turned) if self.used[1] is None else torch.addmm(self.used[1], flat, self.turned)
+            outs = [both.new_empty((*lead_shape, size)) for size in self.sizes]
+            backend.expand_laid(  # type: ignore[misc]
+                both, rows.shape[0], outs, self.b, table.row_slots, *tables, self.n, joint.bound
+            )
+        return outs  # type: ignore[return-value]
 
     def _gated(self, both: Tensor, x: Tensor) -> list[Tensor | None]:
-        """In plain torch: with gradients, or left to the compiler."""
+        """From both = [y | h], [R, T, N + w * L], in plain torch: with gradients, or left to the compiler."""
         outs: list[Tensor | None] = []
         count = len(self.members)
         for i, (_, slots) in enumerate(self.members):
@@ -228,13 +236,3 @@ class Merged:
                 out = expand_gated(y, h, slots.b_used, slots.layout.closed)
             outs.append(out.view(*x.shape[:-1], self.sizes[i]))
         return outs
-
-    def _split(self, out: Tensor, x: Tensor) -> list[Tensor | None]:
-        """The members' parts of what the expand gave. `data`, so that each has a version of its own, as tensors that
-        are no views of one have, and may be changed in place where gradients are wanted."""
-        lead = x.shape[:-1]
-        if len(self.sizes) == 1:
-            return [out.view(*lead, self.n).data]
-        tokens = out.shape[0] // self.n
-        parts = out.split([tokens * size for size in self.sizes])
-        return [part.view(*lead, size).data for part, size in zip(parts, self.sizes, strict=True)]

@@ -73,7 +73,7 @@ def main(targets: list[int]) -> int:
             early = target >= 90
             constants = common | {"BLOCK_K": t.block_k, "EVEN_K": False, "SLICES": 1, "PDL": early}
             found = {"shrink": compiled(lora_shrink_kernel, data, constants, target, t.warps, 3)}
-            data = TABLES | {"y": f"*{dtype}", "b": f"*{dtype}", "out": f"*{dtype}"}
+            data = TABLES | dict.fromkeys(("y", "b", "out", "out_1", "out_2", "out_3"), f"*{dtype}")
             for own, pieces, planes in ((False, 1, 4), (True, 1, 1), (False, 3, 1), (True, 3, 1)):
                 constants = common | {
                     "BLOCK_N": t.block_n, "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own,
