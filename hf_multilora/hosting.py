@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from .catalogue import Catalogue, Entry
@@ -37,15 +36,13 @@ class Reads:
         """Copies of a model read their own."""
         return Reads, ()
 
-    def start(
-        self, entry: Entry, read: Callable[[], HostAdapter], done: Callable[[Entry, Future[HostAdapter]], None]
-    ) -> None:
+    def start(self, entry: Entry, read: Callable[[], HostAdapter], done: Callable[[Future[HostAdapter]], None]) -> None:
         """`done` is called in the thread, after it. It may take locks, `read` must not: `take` waits for it."""
         if self.worker is None:
             self.worker = ThreadPoolExecutor(1, thread_name_prefix="hf_multilora-prefetch")
         future = self.worker.submit(read)
         self.pending[entry.id] = entry, future
-        future.add_done_callback(partial(done, entry))
+        future.add_done_callback(done)
 
     def is_pending(self, entry: Entry) -> bool:
         return self.pending.get(entry.id, (None, None))[0] is entry
@@ -170,9 +167,11 @@ class HostTier:
             del self.awaited[next(iter(self.awaited))]
 
     def room_ahead(self, entry: Entry) -> list[Entry] | None:
-        """Host copies that must go for one of `entry`, least recently used first. None where there are not enough:
-        those in slots and those awaited stay."""
-        found, count, nbytes = list[Entry](), len(self.hosted) + 1, self.hosted_bytes + entry.nbytes
+        """Host copies that must go for one of `entry`, beside those that are being read, least recently used first.
+        None where there are not enough: those in slots and those awaited stay."""
+        coming = [entry, *(other for other, _ in self.reads.pending.values())]
+        found, count = list[Entry](), len(self.hosted) + len(coming)
+        nbytes = self.hosted_bytes + sum(e.nbytes for e in coming)
         for other in map(self.catalogue.by_id, self.hosted):
             if not self._over(count, nbytes):
                 break

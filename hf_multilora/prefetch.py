@@ -61,15 +61,15 @@ def _bring(runtime: Runtime, entry: Entry, host: HostAdapter) -> None:
 
 def _read(runtime: Runtime, entry: Entry) -> None:
     store = runtime.store
-    if store.room_ahead(entry) is None:
+
+    def no_room() -> None:
         logger.warning_once(
             f"adapter {entry.name!r} was not read ahead of its use, a call that needs it will do it: host memory for "
             f"adapters is taken by those in slots, in use, pinned or prefetched (max_cpu_loras="
             f"{store.max_cpu_loras}); raise max_cpu_loras above max_loras={store.max_loras}"
         )
-        return
 
-    def arrived(entry: Entry, future: Future[HostAdapter]) -> None:
+    def arrived(future: Future[HostAdapter]) -> None:
         """In the reading thread."""
         if future.cancelled():
             return
@@ -79,10 +79,15 @@ def _read(runtime: Runtime, entry: Entry) -> None:
             error = future.exception()
             if error is not None:
                 logger.warning(f"a prefetch failed, a call that needs the adapter will read it again: {error}")
-            elif store.admit(entry, future.result()) and entry.id in store.awaited:
+            elif not store.admit(entry, future.result()):
+                no_room()
+            elif entry.id in store.awaited:
                 _bring(runtime, entry, future.result())
 
-    store.reads.start(entry, lambda: store.read(entry), arrived)
+    if store.room_ahead(entry) is None:
+        no_room()
+    else:
+        store.reads.start(entry, lambda: store.read(entry), arrived)
 
 
 def prefetched(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -174,6 +174,29 @@ def test_no_room_in_host_memory_is_said_once(
     check(family, model, ["c", None, "b"])
 
 
+def test_what_there_will_be_no_room_for_is_not_read(family: Family, disk: Disk) -> None:
+    """One place is left, and an adapter is on its way to it."""
+    model = seated(family, max_cpu_loras=3)
+    disk.gate.clear()
+    model.prefetch(["c", "d"])
+    disk.gate.set()
+    settle(model)
+    assert disk.reads == ["c"] and in_memory(model) == set("abc")
+
+
+def test_room_that_was_taken_while_it_was_read(family: Family, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    model = seated(family, max_cpu_loras=3)
+    disk.gate.clear()
+    model.prefetch(["d"])
+    assert disk.begun.wait(WAIT)
+    model._multilora.store.max_cpu_loras = 2
+    with caplog.at_level(logging.WARNING):
+        disk.gate.set()
+        settle(model)
+    assert in_memory(model) == set("ab") and "'d' was not read ahead" in caplog.text
+    check(family, model, ["d", None])
+
+
 def test_prefetched_host_copies_go_last() -> None:
     bench = Bench("abcde", slots=2, host=3)
     bench.use("ab")
