@@ -66,15 +66,14 @@ def lay(members: Sequence[Member]) -> None:
             buffer[span], own_a[:], own_b[:] = own, slots.a, slots.b
             old, place = slots.merged, slots.index
             slots.looked = False  # an interrupt before its end must not leave views of two states
-            slots.merged, slots.index = merged, i
+            merged.before[i] = None if old is None else (old, place)
+            slots.a, slots.b, slots.laid, slots.merged, slots.index = own_a, own_b, True, merged, i
             own.data = buffer[span]
             if own_bias is not None:
                 assert bias is not None
                 bias[span] = own_bias
                 own_bias.data = bias[span]
-            slots.a, slots.b, slots.laid = own_a, own_b, True
-            if old is not None:
-                old.leave(place)
+            merged.forget(i)
     for _, slots in members:
         slots.look()
 
@@ -84,17 +83,20 @@ def unlay(module: nn.Module, slots: ModuleSlots) -> None:
     merged = slots.merged
     slots.looked = False
     with torch.inference_mode(False), torch.no_grad():
-        if merged is not None:
-            for name, buffer in (("weight", merged.buffer), ("bias", merged.bias_buffer)):
+        at = None if merged is None else (merged, slots.index)
+        while at is not None:  # an interrupt may have left it in the buffer of before
+            for name, buffer in (("weight", at[0].buffer), ("bias", at[0].bias_buffer)):
                 parameter = module._parameters.get(name)
                 if parameter is not None and _within(parameter, buffer):
                     parameter.data = parameter.data.clone()
+            at = at[0].before[at[1]]
         if slots.laid:
             slots.a, slots.b = slots.a.clone(memory_format=torch.contiguous_format), slots.b.clone()
-    slots.merged, slots.laid = None, False
-    slots.look()
+    slots.laid = False
     if merged is not None:
         merged.leave(slots.index)
+    slots.merged = None
+    slots.look()
 
 
 def _within(parameter: Tensor, buffer: Tensor | None) -> bool:

@@ -71,6 +71,7 @@ class Merged:
             (buffer[low].data_ptr(), None if bias is None or module.bias is None else bias[low].data_ptr())
             for low, (module, _) in zip(self.edges, self.members, strict=False)
         ]
+        self.before: list[tuple[Merged, int] | None] = [None] * len(table)  # while members move here
         self.joint: Joint | None = None
         self.leads: list[ModuleSlots] = []
         self.wasted = 0
@@ -92,7 +93,15 @@ class Merged:
     def leave(self, index: int) -> None:
         """A member has moved elsewhere. A weight that somebody took out of its module takes no tenant's rows along."""
         self.buffer[self.n + index :: len(self.members)].zero_()
+        self.forget(index)
         self.look()
+
+    def forget(self, index: int) -> None:
+        """Leave where a member was before as well: nothing of it is there any more."""
+        before = self.before[index]
+        if before is not None:
+            before[0].leave(before[1])
+            self.before[index] = None
 
     def lead(self) -> tuple[ModuleSlots, int]:
         """A member in which rows of the call have an adapter, if there is one, and what is to do there."""
