@@ -40,7 +40,7 @@ class Backend:
     pair_keys: Callable[..., Tensor]
     sort_pairs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     fixed: bool = False
-    expand_laid: Callable[..., None] | None = None
+    expand_laid: Callable[..., Callable[..., None]] | None = None
     expand_parts: Callable[..., None] | None = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,13 +87,42 @@ class Launcher:
         kind = tuple([None if a is None else not a & 15 for a in addresses])
         compiled, device = self.compiled.get(kind), pointers[0].get_device()  # type: ignore[union-attr]
         if compiled is not None and device == torch.cuda.current_device():
-            run, stream, hooks = compiled.run, torch._C._cuda_getCurrentRawStream(device), triton.knobs.runtime
-            if hooks.launch_enter_hook is None and hooks.launch_exit_hook is None:
-                first = (compiled.function, compiled.packed_metadata, None, None, None)
-                run(*self.grid, stream, *first, *addresses, *self.rest)
-            else:  # somebody traces launches
-                compiled[self.grid](*addresses, *self.rest)
+            self.again(compiled, device, addresses)
             return
         compiled = launch(self.kernel, self.grid, (*pointers, *self.numbers), self.constants | self.options)
         if compiled is not None:
             self.compiled[kind] = compiled
+
+    def again(self, compiled: Any, device: int, addresses: Sequence[int | None]) -> None:
+        """Launch what was compiled for such arguments, on the current device."""
+        hooks = triton.knobs.runtime
+        if hooks.launch_enter_hook is not None or hooks.launch_exit_hook is not None:  # somebody traces launches
+            compiled[self.grid](*addresses, *self.rest)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        first = (stream, compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(*self.grid, *first, *addresses, *self.rest)
+
+
+class Bound:
+    """A launcher with its last pointers, which stay where they are."""
+
+    def __init__(self, launcher: Launcher, *last: Tensor | None) -> None:
+        self.launcher, self.last = launcher, last
+        self.addresses = [None if t is None else t.data_ptr() for t in last]
+        kinds = [None if a is None else not a & 15 for a in self.addresses]
+        self.kinds = tuple(kinds)
+        self.compiled: Any = None  # for aligned first pointers, as those of new tensors are
+
+    def __call__(self, *first: Tensor) -> None:
+        """Raises as `launch` does."""
+        addresses = [t.data_ptr() for t in first]
+        odd = 0
+        for address in addresses:
+            odd |= address
+        device = first[0].get_device()
+        if odd & 15 or self.compiled is None or device != torch.cuda.current_device():
+            self.launcher(*first, *self.last)
+            self.compiled = self.launcher.compiled.get((*[True] * len(first), *self.kinds))
+        else:
+            self.launcher.again(self.compiled, device, addresses + self.addresses)

@@ -9,10 +9,11 @@ from .tiles import find_tile, tokens_of
 
 
 @triton.jit
-def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):
     """(slice, its first column, its width, where its B begins, first own column) of a tile of columns.
 
-    slices int64 [L, 3]: first column, width, offset of B. Beyond all slices: slice L.
+    slices int64 [L, 3]: first column, width, offset of B. Beyond all slices: slice L. EVEN: all of it is in multiples
+    of 16, without which accesses are of single numbers.
     """
     piece, seen = SLICES, 0
     first, width, offset, column = n * 0, n, n * 0, tile * BLOCK_N
@@ -29,6 +30,9 @@ def find_columns(tile, slices, n, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
             offset = tl.where(here, tl.load(slices + 3 * i + 2), offset)
             column = tl.where(here, (tile - seen) * BLOCK_N, column)
             seen += tiles
+        if EVEN:
+            first, width = tl.multiple_of(first, 16), tl.multiple_of(width, 16)
+            offset, column = tl.multiple_of(offset, 16), tl.multiple_of(column, 16)
     return piece, first, width, offset, column
 
 
@@ -46,11 +50,11 @@ def of_slice(piece, out, out_1, out_2, out_3, SLICES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_kernel(
-    y, h, b, out, out_1, out_2, out_3, order, offsets, starts, ranks, slices, scale, bias,
+    y, h, out, out_1, out_2, out_3, b, order, offsets, starts, ranks, slices, scale, bias,
     rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LOOP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
@@ -65,7 +69,7 @@ def lora_expand_kernel(
     token, live = tokens_of(order, first, end, tokens, BLOCK_M)
     for i in tl.static_range(LOOP):
         tile = tl.program_id(1) * LOOP + i
-        piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N)
+        piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N, EVEN)
         if piece < SLICES:
             expand_columns(
                 y, h, b, of_slice(piece, out, out_1, out_2, out_3, SLICES), starts, ranks, scale, bias,

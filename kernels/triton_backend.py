@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .launch import Launcher, dependent_launch
+from .launch import Bound, Launcher, dependent_launch
 from .lora_expand import lora_expand_kernel
 from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
@@ -22,7 +22,8 @@ from .lora_shrink import lora_shrink_kernel
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
 MOST = 4  # slices of one launch
 FEW = 64  # tokens of a call up to which every token is expanded by itself
-ROWS_WARPS, ROWS_BYTES = 1, 16  # of a program then, and of a row of B per thread
+ROWS_WARPS, ROWS_BYTES = 1, 8  # of a program then, and of a row of B per thread
+MOST_ROWS = 4  # tokens of a program then
 NARROW = 64  # tokens per group up to which the smallest tile is used
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
@@ -144,7 +145,7 @@ def shrink(
 def _expand(
     rows: int, tokens: int, n: int, slots: int, pieces: int, width: int, stride: int, stride_h: int, shift: int,
     plane: int, planes: int, y_dtype: torch.dtype, h_dtype: torch.dtype, dtype: torch.dtype, exact: str,
-    own_columns: bool, scale: bool, bias: bool, fixed: bool, early: bool, device: torch.device,
+    own_columns: bool, scale: bool, bias: bool, even: bool, fixed: bool, early: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
     """Cached, since an eager call has hundreds. width: columns of h. dtype: of b; the others are in the key since
     Triton compiles for them."""
@@ -155,7 +156,8 @@ def _expand(
     constants = {
         "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "PDL": early and dependent_launch(device),
+        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
+        "PDL": early and dependent_launch(device),
     }  # fmt: skip
     columns = triton.cdiv(n, t.block_n) + pieces - 1
     grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
@@ -189,59 +191,62 @@ def expand(
         h, stride_h, plane = h.contiguous(), width, rows * tokens * width
     run = _expand(
         rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, y.dtype, h.dtype, b.dtype,
-        precision(b.dtype), own_columns, scale is not None, bias is not None, fixed, early, y.device,
+        precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, early, y.device,
     )  # fmt: skip
-    run(y, h, b, *_four(parts), order, offsets, starts, ranks, slices, scale, bias)
+    run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
     return out
 
 
 @functools.lru_cache(maxsize=4096)
 def _expand_rows(
     count: int, tokens: int, n: int, slots: int, pieces: int, stride: int, bound: int, y_dtype: torch.dtype,
-    dtype: torch.dtype, device: torch.device,
+    dtype: torch.dtype, even: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
-    """Cached, since an eager call has hundreds. count: R * T. bound: of the ranks."""
+    """count: R * T. bound: of the ranks."""
     block_n = ROWS_WARPS * 32 * ROWS_BYTES // dtype.itemsize  # every thread has all ranks of its columns
     block_r = min(triton.next_power_of_2(bound), 32)
-    constants = {"SLICES": pieces, "BLOCK_R": block_r, "BLOCK_N": block_n, "PDL": dependent_launch(device)}
-    grid = (triton.cdiv(n, block_n) + pieces - 1, count, 1)
-    return Launcher(lora_expand_rows_kernel, grid, (tokens, n, slots, stride), constants, ROWS_WARPS, 1)
+    each = 1 if bound > block_r else min(MOST_ROWS, triton.next_power_of_2(triton.cdiv(count, slots)))
+    constants = {
+        "SLICES": pieces, "ROWS": each, "BLOCK_R": block_r, "BLOCK_N": block_n, "EVEN": even,
+        "PDL": dependent_launch(device),
+    }  # fmt: skip
+    grid = (triton.cdiv(n, block_n) + pieces - 1, triton.cdiv(count, each), 1)
+    return Launcher(lora_expand_rows_kernel, grid, (count, tokens, n, slots, stride, n), constants, ROWS_WARPS, 1)
 
 
 def expand_laid(
-    both: Tensor, rows: int, outs: Sequence[Tensor], b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor,
-    starts: Tensor, ranks: Tensor, slices: Tensor | None, n: int, bound: int,
-) -> None:  # fmt: skip
-    """`expand` with own columns of both = [y | h], [R * T, n + P * L], as a matmul that was just launched gives it,
-    into the outputs of the L slices. row_slots: int32 [R]. bound: of the ranks."""
+    both: Tensor, rows: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
+    ranks: Tensor, slices: Tensor | None, n: int, bound: int, even: bool,
+) -> Bound:  # fmt: skip
+    """What expands such both = [y | h], [R * T, n + P * L], as a matmul that was just launched gives it: to be called
+    with y = both, h = both and four outputs, those of the slices, again and again while the tables stay where they are.
+
+    row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16.
+    """
     (count, columns), (pieces, slots) = both.shape, starts.shape
-    if not count:
-        return
-    tokens = count // rows
     if count <= FEW:
-        some = _expand_rows(count, tokens, n, slots, pieces, columns, bound, both.dtype, b.dtype, both.device)
-        some(both, b, *_four(outs), row_slots, starts, ranks, slices)
-        return
+        each = _expand_rows(
+            count, count // rows, n, slots, pieces, columns, bound, both.dtype, b.dtype, even, both.device
+        )
+        return Bound(each, b, order, row_slots, starts, ranks, slices)
     run = _expand(
-        rows, tokens, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
-        precision(b.dtype), True, False, False, False, True, both.device,
+        rows, count // rows, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
+        precision(b.dtype), True, False, False, even, False, True, both.device,
     )  # fmt: skip
-    run(both, both, b, *_four(outs), order, offsets, starts, ranks, slices, None, None)
+    return Bound(run, b, order, offsets, starts, ranks, slices, None, None)
 
 
 def expand_parts(
     y: Tensor, h: Tensor, outs: Sequence[Tensor], b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
-    ranks: Tensor, slices: Tensor | None,
+    ranks: Tensor, slices: Tensor | None, even: bool,
 ) -> None:  # fmt: skip
-    """`expand` after a `shrink` into the outputs of the L slices: y [R, T, N], h [Z, R, T, L * max_rank]."""
+    """`expand` after a `shrink` into four outputs, those of the slices: y [R, T, N], h [Z, R, T, L * max_rank]."""
     (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
-    if not y.numel():
-        return
     run = _expand(
         rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, y.dtype, h.dtype, b.dtype,
-        precision(b.dtype), False, False, False, False, True, y.device,
+        precision(b.dtype), False, False, False, even, False, True, y.device,
     )  # fmt: skip
-    run(y, h, b, *_four(outs), order, offsets, starts, ranks, slices, None, None)
+    run(y, h, *outs, b, order, offsets, starts, ranks, slices, None, None)
 
 
 def _four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .merged import Merged
+from .merged import MOST, Merged
 from .plain import can_lay, plain_call
 from .slots import ModuleSlots
 
-MOST = 4  # linears that one launch serves
 WASTED = 8  # computations for siblings that did not ask, after which each is computed alone
 Member = tuple[nn.Module, ModuleSlots]
 

@@ -8,7 +8,7 @@ they are called with the same tensor, unchanged since. A guess of siblings that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,11 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kernels import ops  # noqa: F401 (registers the operations)
+from ..kernels.backends import Backend
 from ..kernels.torch_backend import expand_gated
-from ..pool import Layout
+from ..pool import Layout, RowTables
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE
 from .slots import ModuleSlots, dense_tokens
+
+MOST = 4  # linears that one launch serves
+LAUNCHES = 16  # that are kept
 
 
 class Joint:
@@ -72,7 +76,9 @@ class Merged:
             for low, (module, _) in zip(self.edges, self.members, strict=False)
         ]
         self.before: list[tuple[Merged, int] | None] = [None] * len(table)  # while members move here
-        self.joint: Joint | None = None
+        self.even = not any(number % 16 for row in table for number in row)
+        self.launches: dict[tuple[RowTables, int], tuple[torch.dtype, Callable[..., None]]] = {}
+        self._joint: Joint | None = None
         self.leads: list[ModuleSlots] = []
         self.wasted = 0
         self.look()
@@ -85,8 +91,18 @@ class Merged:
         end = self.n + self.width * len(all_slots)
         self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
         self.turned = self.used[0].t()
+        self.launches = {}
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout
+
+    @property
+    def joint(self) -> Joint | None:
+        """The tables of all members' rank rows."""
+        return self._joint
+
+    @joint.setter
+    def joint(self, joint: Joint) -> None:
+        self._joint, self.launches = joint, {}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -216,21 +232,36 @@ class Merged:
         many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, self.width, self.buffer.is_cuda)
         if tracing or not kernels or (torch.is_grad_enabled() and rows.requires_grad):
             return None if many or path == ONE else self._gated(F.linear(rows, *self.used), x)
-        tables = table.order, table.offsets, joint.starts, joint.ranks, self.slices
-        flat, lead_shape = rows.reshape(-1, rows.shape[-1]), x.shape[:-1]
+        lead_shape = x.shape[:-1]
         if many:
             y = F.linear(rows, *self.weights)
             outs = [y.new_empty((*lead_shape, size)) for size in self.sizes]
+            tables = table.order, table.offsets, joint.starts, joint.ranks
             a = self.buffer[self.n :]
-            h = backend.shrink(rows.to(a.dtype), a, *tables[:4], joint.bound, early=True)
-            backend.expand_parts(y, h, outs, self.b, *tables)  # type: ignore[misc]
-        else:
-            both = torch.mm(flat, self.turned) if self.used[1] is None else torch.addmm(self.used[1], flat, self.turned)
-            outs = [both.new_empty((*lead_shape, size)) for size in self.sizes]
-            backend.expand_laid(  # type: ignore[misc]
-                both, rows.shape[0], outs, self.b, table.row_slots, *tables, self.n, joint.bound
-            )
+            h = backend.shrink(rows.to(a.dtype), a, *tables, joint.bound, early=True)
+            if y.numel():
+                four = [*outs, *outs[:1] * (MOST - len(outs))]
+                backend.expand_parts(y, h, four, self.b, *tables, self.slices, self.even)  # type: ignore[misc]
+            return outs  # type: ignore[return-value]
+        flat = rows.reshape(-1, rows.shape[-1])
+        bias = self.used[1]
+        both = torch.mm(flat, self.turned) if bias is None else torch.addmm(bias, flat, self.turned)
+        outs = [both.new_empty((*lead_shape, size)) for size in self.sizes]
+        if both.numel():
+            launch = self.launches.get((table, both.shape[0]))
+            if launch is None or launch[0] != both.dtype:
+                launch = both.dtype, self._prepared(both, table, joint, backend)
+                self.launches[table, both.shape[0]] = launch
+            launch[1](both, both, *outs, *outs[:1] * (MOST - len(outs)))
         return outs  # type: ignore[return-value]
+
+    def _prepared(self, both: Tensor, table: RowTables, joint: Joint, backend: Backend) -> Callable[..., None]:
+        """The launch of the expand for such calls; kept, since a step has hundreds."""
+        if len(self.launches) >= LAUNCHES:
+            self.launches.clear()
+        tables = table.row_slots, table.order, table.offsets, joint.starts, joint.ranks, self.slices
+        assert backend.expand_laid is not None
+        return backend.expand_laid(both, table.row_slots.shape[0], self.b, *tables, self.n, joint.bound, self.even)
 
     def _gated(self, both: Tensor, x: Tensor) -> list[Tensor | None]:
         """From both = [y | h], [R, T, N + w * L], in plain torch: with gradients, or left to the compiler."""
