@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from hf_multilora.layers import augmented
-from tests.layers.trio import ALL_WAYS, NAMES, WIDTHS, K, Narrow, Trio, bare, copied, family, setting, x_of
+from tests.layers.trio import ALL_WAYS, K, Narrow, Trio, bare, copied, family, setting, x_of
 from tests.tiny import Family
 
 pytest_plugins = ("tests.layers.trio_fixtures",)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_multilora.layers import augmented
 from tests.layers.test_merged_life import storages
-from tests.layers.trio import NAMES, WIDTHS, K, Trio, x_of
+from tests.layers.trio import WIDTHS, K, Trio, x_of
 from tests.tiny import Family, snapshot
 
 pytest_plugins = ("tests.layers.trio_fixtures",)
@@ -78,9 +78,7 @@ def test_laying_takes_the_buffers_and_nothing_else(own: Family, way: str) -> Non
 def test_a_buffer_goes_with_its_last_weight(trio: Trio, left: str) -> None:
     """One that is not laid with its siblings any more does not keep their weights."""
     buffer = weakref.ref(trio.merged("q").buffer)
-    removes = [
-        trio.module(c).register_forward_hook(lambda *_: None).remove for c in ("qkv" if left == "all" else left)
-    ]
+    removes = [trio.module(c).register_forward_hook(lambda *_: None).remove for c in ("qkv" if left == "all" else left)]
     trio.call(x_of(tokens=1))
     gc.collect()
     assert trio.together() == {"k": ["qv"], "qv": ["k"], "all": ["qkv"]}[left]
@@ -145,7 +143,7 @@ def interrupt(trio: Trio, code: Any, line: int) -> bool:
 
 def replaced(trio: Trio) -> None:
     """So that all are laid anew, from a buffer they share."""
-    module = trio.module("v")
+    module = trio.module("q")
     module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
 
 
@@ -158,7 +156,7 @@ def test_an_interrupt_at_every_line(own: Family, way: str, function: Any, again:
         done = False
         for after in ("call", "unpatch"):
             trio = Trio(own, way, "a", "b", max_loras=1)
-            parameters = {name: id(p) for name, p in trio.model.named_parameters() if "v_proj" not in name}
+            parameters = {name: id(p) for name, p in trio.model.named_parameters() if "q_proj" not in name}
             if again:
                 trio.lay(["a", None])
                 replaced(trio)
