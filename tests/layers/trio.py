@@ -152,6 +152,7 @@ class Trio:
         self, got: Tensor, child: str, x: Tensor, names: Names = NAMES, parent: str = "first", tolerance: float = 1e-5
     ) -> None:
         """Each row as if it were alone; rows with each other's adapters would not pass."""
+        got = got.detach()
         want, turned = self.want(child, x, names, parent), self.want(child, x, [*names[1:], *names[:1]], parent)
         assert got.shape == want.shape and (not want.numel() or error(got, want) < tolerance), child
         trained = {name for name in names if name and f"base_model.model.{parent}.{child}_proj" in self.keys(name)}
