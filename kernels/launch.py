@@ -96,12 +96,17 @@ class Launcher:
     def again(self, compiled: Any, device: int, addresses: Sequence[int | None]) -> None:
         """Launch what was compiled for such arguments, on the current device."""
         hooks = triton.knobs.runtime
-        if hooks.launch_enter_hook is not None or hooks.launch_exit_hook is not None:  # somebody traces launches
+        if _followed(hooks.launch_enter_hook) or _followed(hooks.launch_exit_hook):
             compiled[self.grid](*addresses, *self.rest)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         first = (stream, compiled.function, compiled.packed_metadata, None, None, None)
         compiled.run(*self.grid, *first, *addresses, *self.rest)
+
+
+def _followed(hook: Any) -> bool:
+    """Whether somebody traces launches: a function, or a chain of them, which Triton has from the start, empty."""
+    return bool(getattr(hook, "calls", hook is not None))
 
 
 class Bound:
