@@ -17,8 +17,9 @@ from triton.compiler import ASTSource
 
 from hf_multilora.kernels import triton_experts as experts
 from hf_multilora.kernels.lora_expand import lora_expand_kernel
+from hf_multilora.kernels.lora_rows import lora_expand_rows_kernel
 from hf_multilora.kernels.lora_shrink import lora_shrink_kernel
-from hf_multilora.kernels.triton_backend import FIXED, LONG, tiles
+from hf_multilora.kernels.triton_backend import FEW, FIXED, LONG, _expand_rows, tiles
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a block can have
 TABLES = {name: "*i32" for name in ("order", "offsets", "starts", "ranks")}
@@ -63,6 +64,24 @@ def compiled_experts(target: int, dtype: str, precision: str) -> dict[str, Any]:
     return found
 
 
+def compiled_rows(target: int, dtype: str) -> dict[str, Any]:
+    """The expand for few tokens, by what the launcher chooses for a token per slot and for many, low and high ranks."""
+    found, kind = {}, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    data = (
+        TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}") | {"row_slots": "*i32"}
+    )
+    for count, bound, pieces, even in ((8, 16, 3, True), (FEW, 16, 3, True), (FEW, 64, 1, True), (FEW, 8, 2, False)):
+        made = _expand_rows(count, 1, 6144, 8, pieces, 6528, bound, kind, kind, even, torch.device("cpu"))
+        constants = made.constants | {"PDL": target >= 90}
+        pointers = data | ({"slices": "*i64"} if pieces > 1 else {})
+        if pieces == 1:
+            constants["slices"] = None
+        warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
+        name = f"few tokens, {constants['ROWS']} together, {pieces} slices, {constants['BLOCK_R']} ranks"
+        found[name] = compiled(lora_expand_rows_kernel, pointers, constants, target, warps, stages, even)
+    return found
+
+
 def main(targets: list[int]) -> int:
     worst = 0
     for target, (dtype, (precision, width)) in itertools.product(targets, DTYPES.items()):
@@ -91,7 +110,7 @@ def main(targets: list[int]) -> int:
             for name, kernel in found.items():
                 worst = max(worst, kernel.metadata.shared / SHARED[target])
                 print(f"sm_{target} {dtype} {t.block_m} x {t.block_r} {name}: {kernel.metadata.shared} bytes shared")
-        for name, kernel in compiled_experts(target, dtype, precision).items():
+        for name, kernel in (compiled_rows(target, dtype) | compiled_experts(target, dtype, precision)).items():
             worst = max(worst, kernel.metadata.shared / SHARED[target])
             print(f"sm_{target} {dtype} {name}: {kernel.metadata.shared} bytes shared")
     return int(worst > 1)

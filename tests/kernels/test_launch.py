@@ -1,4 +1,4 @@
-"""Launches without Triton's look-up: what is kept, by what, and who is told. No GPU: what was compiled is a stand-in."""
+"""Launches without Triton's look-up: what is kept, and who is told. What is compiled are stand-ins: no GPU needed."""
 
 from __future__ import annotations
 

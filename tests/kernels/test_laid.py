@@ -1,0 +1,172 @@
+"""The expands of linears in one buffer: own columns of [y | h] and after a shrink, into an output for each slice.
+
+Triton in its interpreter: float16 and float32. tests/gpu/test_merged.py has bfloat16 and graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_multilora.kernels.backends import TRITON, backend
+from tests.kernels.properties import others
+from tests.kernels.suite import BASE, INTERPRETED, MIXES, Case, by_rows, case, closed, nan_filled, own_columns, within
+
+pytestmark = INTERPRETED
+SHAPES: dict[str, dict[str, Any]] = {  # widths, and what differs from case()'s defaults
+    "one": {"widths": (51,)},
+    "two": {"widths": (64, 33)},
+    "three": {"widths": (16, 140, 7)},
+    "four": {"widths": (16, 3, 7, 20), "tokens": 1},
+    "whole": {"widths": (128, 32, 32), "tokens": 1},
+    "one slot": {"widths": (9, 20), "slots": 1},
+    "many rows": {"widths": (9, 20), "rows": 19, "tokens": 1},
+    "long rows": {"widths": (9, 20), "rows": 2, "tokens": 5},
+    "bound above the ranks": {"widths": (9, 20), "bound": 33},
+}
+RANKS = (1, 8, 13, 16, 40)
+
+
+def laid(c: Case, name: str = TRITON, few: int | None = None, rows: list[int] | None = None) -> list[Tensor]:
+    """Outputs of the slices, [R, T, n] each, in the order of the slices; others' columns are NaN."""
+    y, h = own_columns(c)
+    h.masked_fill_(closed(c, rows)[None, :, None], torch.nan)
+    both = torch.cat((y, h[0]), 2).flatten(0, 1)
+    outs = outputs(c)
+    slots = torch.tensor(c.rows if rows is None else rows, dtype=torch.int32, device=c.x.device)
+    tables = slots, *c.tables(rows), c.extras()["slices"]
+    run = backend(name).expand_laid
+    assert run is not None
+    run(both, len(c.rows), c.b, *tables, y.shape[2], c.max_rank, even(c))(both, both, *four(outs))
+    return outs
+
+
+def after_shrink(c: Case, name: str = TRITON, rows: list[int] | None = None) -> list[Tensor]:
+    """The same by shrink and expand."""
+    kernels, tables, outs = backend(name), c.tables(rows), outputs(c)
+    with nan_filled():
+        h = kernels.shrink(c.x, c.a, *tables, c.max_rank, early=True)
+    assert kernels.expand_parts is not None
+    kernels.expand_parts(c.y, h, four(outs), c.b, *tables, c.extras()["slices"], even(c))
+    return outs
+
+
+def even(c: Case) -> bool:
+    return all(number % 16 == 0 for row in c.slices or [(0, c.y.shape[2], 0)] for number in row)
+
+
+def outputs(c: Case) -> list[Tensor]:
+    rows, tokens = c.y.shape[:2]
+    sizes = [size for _, size, _ in c.slices or [(0, c.y.shape[2], 0)]]
+    return [torch.full((rows, tokens, size), torch.nan, dtype=c.y.dtype, device=c.y.device) for size in sizes]
+
+
+def four(outs: list[Tensor]) -> list[Tensor]:
+    return [*outs, *outs[:1] * (4 - len(outs))]
+
+
+def whole(c: Case, outs: list[Tensor]) -> Tensor:
+    """[R, T, N] of the slices' outputs."""
+    if c.slices is None:
+        return outs[0]
+    joined = torch.empty_like(c.y)
+    for (first, size, _), out in zip(c.slices, outs, strict=True):
+        joined[..., first : first + size] = out
+    return joined
+
+
+def check(c: Case, run: Any) -> None:
+    """Against float64, with permuted slots as control; base rows are copies."""
+    truth, plain = by_rows(c, torch.float64)[1], by_rows(c, c.y.dtype)[1]
+    wrong, wrong_plain = (by_rows(c, dtype, others(c))[1] for dtype in (torch.float64, c.y.dtype))
+    got = whole(c, run(c))
+    assert within(got, truth, plain)
+    assert not within(got, wrong, wrong_plain), "permuted slots pass: the check says nothing"
+    for row, slot in enumerate(c.rows):
+        if slot == BASE:
+            assert torch.equal(got[row], c.y[row])
+
+
+@pytest.fixture(params=[64, 0], ids=["few tokens", "tiles"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(triton_backend(), "FEW", request.param)
+    return int(request.param)
+
+
+def triton_backend() -> Any:
+    from hf_multilora.kernels import triton_backend
+
+    return triton_backend
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize(("tokens", "few"), [(1, 64), (3, 64), (3, 0)])
+def test_equals_a_loop_over_rows(monkeypatch: pytest.MonkeyPatch, tokens: int, few: int, r: int, mix: str) -> None:
+    monkeypatch.setattr(triton_backend(), "FEW", few)
+    dtype = torch.float16 if r in (1, 16) else torch.float32
+    check(case(dtype, r, tokens, mix, rows=4, widths=(16, 40, 7)[: 1 + RANKS.index(r) % 3]), laid)
+
+
+def test_few_tokens_are_taken_one_by_one_or_some_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases above have both."""
+    seen: set[int] = set()
+    make = triton_backend()._expand_rows
+
+    def look(*args: Any) -> Any:
+        made = make(*args)
+        seen.add(made.constants["ROWS"])
+        return made
+
+    monkeypatch.setattr(triton_backend(), "_expand_rows", look)
+    for tokens, r in ((1, 8), (3, 8), (3, 40)):
+        laid(case(r=r, tokens=tokens, rows=4, widths=(16, 40)))
+    assert 1 in seen and max(seen) > 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(few: int, shape: str) -> None:
+    dtype = torch.float16 if shape in ("two", "four", "whole") else torch.float32
+    check(case(dtype, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape])), laid)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_after_a_shrink(shape: str) -> None:
+    dtype = torch.float16 if shape in ("two", "four", "whole") else torch.float32
+    check(case(dtype, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape])), after_shrink)
+
+
+def test_y_of_another_dtype_than_b(few: int) -> None:
+    """Under autocast [y | h] is coarser than B."""
+    check(case(tokens=1, rows=4, widths=(16, 9)).to(y=torch.float16), laid)
+
+
+def test_a_launch_that_is_kept_serves_every_mix(few: int) -> None:
+    """Tables are rewritten in place, slots get other rank rows; [y | h] and outputs are other tensors each time."""
+    c = case(tokens=1, rows=6, widths=(16, 9), mix="all base")
+    y, _ = own_columns(c)
+    slots, tables = torch.tensor(c.rows, dtype=torch.int32), c.tables()
+    laid = backend(TRITON).expand_laid
+    assert laid is not None
+    both = torch.zeros(6, y.shape[2] + len(c.a))
+    run = laid(both, 6, c.b, slots, *tables, c.extras()["slices"], y.shape[2], c.max_rank, even(c))
+    for mix in MIXES:
+        now = case(tokens=1, rows=6, widths=(16, 9), mix=mix)
+        if mix == "one":
+            now.starts[0].reverse(), now.ranks[0].reverse()
+        now = Case(**(now.__dict__ | {"a": c.a, "b": c.b, "slices": c.slices}))
+        slots.copy_(torch.tensor(now.rows))
+        for old, new in zip(tables, now.tables(), strict=True):
+            old.copy_(new)
+
+        def again(given: Case) -> list[Tensor]:
+            y, h = own_columns(given)
+            h.masked_fill_(closed(given)[None, :, None], torch.nan)
+            both, outs = torch.cat((y, h[0]), 2).flatten(0, 1), outputs(given)
+            run(both, both, *four(outs))
+            return outs
+
+        check(now, again)
