@@ -17,7 +17,7 @@ from .host import host_budget
 from .kernels.backends import Backend, choose
 from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
-from .layers.merged import Joint
+from .layers.joint import Joint
 from .patches.facts import Facts
 from .pool import Layout, bucket
 from .store import AdapterStore

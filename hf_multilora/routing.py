@@ -52,6 +52,7 @@ class Routing:
     capturing bool      a CUDA graph is being captured: what is done must hold for every mix
     moves   int         how often a module's factors or layout got another address or width, which graphs hold
     captured_at         `moves` when a graph was captured
+    stamp               another number whenever anything above, or a layout, is another
     shared              what one of several linears computed for the others: see layers/merged.py
     """
 
@@ -69,6 +70,8 @@ class Routing:
         self.moves = 0
         self.captured_at: int | None = None
         self.shared: tuple[Any, ...] | None = None
+        self.stamp = 0
+        self._entered: tuple[Any, ...] | None = None
         self.tables: dict[tuple[torch.device, int], RowTables] = {}
         self._written: tuple[int, ...] | None = None
         self._settle()
@@ -78,11 +81,13 @@ class Routing:
         self.active = self.standing != BASE
         self.uniform: int | None = self.standing if self.active else None
         self.rows, self.tokens, self.ragged, self.capturing = 0, None, False, False
-        self.shared = None
+        self.shared, self._entered = None, None
+        self.stamp += 1
 
     def stand(self, slot: int) -> None:
         """What calls that name no adapter get: a slot, or BASE."""
-        self.standing, self.shared = slot, None
+        self.standing, self.shared, self._entered = slot, None, None
+        self.stamp += 1
         if not self.stack:
             self._settle()
 
@@ -134,7 +139,8 @@ class Routing:
 
     def relayout(self, layouts: list[Layout]) -> None:
         """Slots moved: take the new layouts and write the rows in force into them."""
-        self.layouts, self.shared = layouts, None
+        self.layouts, self.shared, self._entered = layouts, None, None
+        self.stamp += 1
         self.on_cuda = any(layout.device.type == "cuda" for layout in layouts)
         written, self._written = self._written, None  # what was written went to the old layouts
         if self.stack and written is not None:
@@ -161,6 +167,10 @@ class Routing:
         self.capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
         if self.capturing:
             self.captured_at = self.moves
+        entered = slots, tokens, self.ragged, self.capturing, self.stack[-1]
+        if entered != self._entered:
+            self._entered = entered
+            self.stamp += 1
         if slots != self._written:
             self._write(slots)
         present = set(slots)
@@ -218,7 +228,9 @@ class Routing:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no request: they answer with the standing adapter."""
-        state = dict(self.__dict__, stack=[], open=False, _written=None, layouts=[], tables={}, shared=None)
+        state = dict(
+            self.__dict__, stack=[], open=False, _written=None, layouts=[], tables={}, shared=None, _entered=None
+        )
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)
         return state

@@ -21,9 +21,8 @@ from .lora_shrink import lora_shrink_kernel
 
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
 MOST = 4  # slices of one launch
-FEW = 64  # tokens of a call up to which every token is expanded by itself
-ROWS_WARPS, ROWS_BYTES = 1, 8  # of a program then, and of a row of B per thread
-MOST_ROWS = 4  # tokens of a program then
+# An expand of as few tokens gives each a program per FEW_BYTES of a row of B; beyond, those of one slot share B
+FEW, FEW_PER_SLOT, FEW_BYTES = 256, 2, 256
 NARROW = 64  # tokens per group up to which the smallest tile is used
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
@@ -37,6 +36,7 @@ class Tiles:
     block_n: int
     warps: int = 4
     loop: int = 1  # tiles of columns that one program of the expand writes
+    across: bool = False  # programs of the expand that follow each other write one row
 
 
 FIXED = Tiles(16, 16, 64, 64)
@@ -151,16 +151,17 @@ def _expand(
     Triton compiles for them."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
-    if t.block_m > 16 and bound <= 16 and dtype.itemsize == 2:  # little to multiply: what counts is the order of writes
-        t = LONG if rows * tokens >= MANY else replace(LONG, loop=2)
+    if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
+        t = LONG if rows * tokens >= MANY else replace(LONG, loop=2 if t.block_m > 16 else 1)
     constants = {
         "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
+        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "ACROSS": t.across, "EVEN": even,
         "PDL": early and dependent_launch(device),
     }  # fmt: skip
     columns = triton.cdiv(n, t.block_n) + pieces - 1
     grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
+    grid = (grid[1], grid[0], 1) if t.across else grid
     numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane)
     return Launcher(lora_expand_kernel, grid, numbers, constants, t.warps, 1)
 
@@ -203,15 +204,13 @@ def _expand_rows(
     dtype: torch.dtype, even: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
     """count: R * T. bound: of the ranks."""
-    block_n = ROWS_WARPS * 32 * ROWS_BYTES // dtype.itemsize  # every thread has all ranks of its columns
     block_r = min(triton.next_power_of_2(bound), 32)
-    each = 1 if bound > block_r else min(MOST_ROWS, triton.next_power_of_2(triton.cdiv(count, slots)))
     constants = {
-        "SLICES": pieces, "ROWS": each, "BLOCK_R": block_r, "BLOCK_N": block_n, "EVEN": even,
+        "SLICES": pieces, "BLOCK_R": block_r, "BLOCK_N": FEW_BYTES // dtype.itemsize, "EVEN": even,
         "PDL": dependent_launch(device),
     }  # fmt: skip
-    grid = (triton.cdiv(n, block_n) + pieces - 1, triton.cdiv(count, each), 1)
-    return Launcher(lora_expand_rows_kernel, grid, (count, tokens, n, slots, stride, n), constants, ROWS_WARPS, 1)
+    grid = (triton.cdiv(n, constants["BLOCK_N"]) + pieces - 1, count, 1)
+    return Launcher(lora_expand_rows_kernel, grid, (tokens, n, slots, stride, n), constants, 1, 1)
 
 
 def expand_laid(
@@ -224,11 +223,11 @@ def expand_laid(
     row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16.
     """
     (count, columns), (pieces, slots) = both.shape, starts.shape
-    if count <= FEW:
+    if count <= min(FEW, FEW_PER_SLOT * slots):
         each = _expand_rows(
             count, count // rows, n, slots, pieces, columns, bound, both.dtype, b.dtype, even, both.device
-        )
-        return Bound(each, b, order, row_slots, starts, ranks, slices)
+        )  # fmt: skip
+        return Bound(each, b, row_slots, starts, ranks, slices)
     run = _expand(
         rows, count // rows, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
         precision(b.dtype), True, False, False, even, False, True, both.device,

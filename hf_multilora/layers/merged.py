@@ -10,44 +10,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kernels import ops  # noqa: F401 (registers the operations)
-from ..kernels.backends import Backend
 from ..kernels.torch_backend import expand_gated
-from ..pool import Layout, RowTables
+from .joint import Joint
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE
 from .slots import ModuleSlots, dense_tokens
 
 MOST = 4  # linears that one launch serves
-LAUNCHES = 16  # that are kept
 
 
-class Joint:
-    """starts and ranks of L linears that may have different rank rows: int32 [L, slots] each, at fixed addresses."""
+class Step(NamedTuple):
+    """What calls have in common while rows, slots and layouts stay as they are: a decode step has hundreds.
 
-    @torch.inference_mode(False)  # else the tables could never be written again
-    def __init__(self, layouts: Sequence[Layout | None]) -> None:
-        first = next(layout for layout in layouts if layout is not None)
-        self.layouts = tuple(layouts)
-        self.tables = torch.zeros(2, len(layouts), first.starts.shape[1], dtype=torch.int32, device=first.device)
-        self.starts, self.ranks = self.tables.unbind()
-        self.take()
+    stamp: of the routing. shape, dtype: of x. flat: x as a matrix. outs: shapes of the members' outputs. launch: of the
+    expand, for what the matmul gives in `given`.
+    """
 
-    @torch.inference_mode(False)
-    def take(self) -> None:
-        """The spans as they now are, by one copy."""
-        self.bound = max(layout.no_rows.shape[1] for layout in self.layouts if layout is not None)
-        host = torch.zeros(self.tables.shape, dtype=torch.int32)
-        for i, layout in enumerate(self.layouts):
-            for slot, (start, r) in {} if layout is None else layout.spans.items():
-                host[0, i, slot], host[1, i, slot] = start, r
-        self.tables.copy_(host)
+    stamp: int
+    shape: torch.Size
+    dtype: torch.dtype
+    flat: tuple[int, int]
+    outs: list[tuple[int, ...]]
+    given: torch.dtype
+    launch: Callable[..., None]
 
 
 class Merged:
@@ -77,7 +69,7 @@ class Merged:
         ]
         self.before: list[tuple[Merged, int] | None] = [None] * len(table)  # while members move here
         self.even = not any(number % 16 for row in table for number in row)
-        self.launches: dict[tuple[RowTables, int], tuple[torch.dtype, Callable[..., None]]] = {}
+        self.step: Step | None = None  # the last one
         self._joint: Joint | None = None
         self.leads: list[ModuleSlots] = []
         self.wasted = 0
@@ -91,7 +83,7 @@ class Merged:
         end = self.n + self.width * len(all_slots)
         self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
         self.turned = self.used[0].t()
-        self.launches = {}
+        self.step = None
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout
 
@@ -102,7 +94,7 @@ class Merged:
 
     @joint.setter
     def joint(self, joint: Joint) -> None:
-        self._joint, self.launches = joint, {}
+        self._joint, self.step = joint, None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -135,94 +127,106 @@ class Merged:
             return False
         return bias is None if bias_at is None else bias is not None and bias.data_ptr() == bias_at
 
-    def ready(self) -> bool:
-        """Whether a call may use the buffer, as `augmented.prepare` laid it. A weight that left it is laid at the next
-        request. While gradients of a weight or bias are wanted the buffer, which is no Parameter, is not used."""
-        if not self.whole or self.joint is None:
-            return False
-        gradients, tracing = torch.is_grad_enabled(), torch.compiler.is_compiling()
-        for index, (module, _) in enumerate(self.members):
+    def ready(self) -> list[tuple[int, int]] | None:
+        """Versions of the weights and biases, which count changes in place, if a call may use the buffer as
+        `augmented.prepare` laid it; a weight that left it is laid at the next request. While gradients of a weight or
+        bias are wanted the buffer, which is no Parameter, is not used."""
+        if not self.whole or self._joint is None:
+            return None
+        gradients, tracing, versions = torch.is_grad_enabled(), torch.compiler.is_compiling(), []
+        for (module, _), (at, bias_at) in zip(self.members, self.addresses, strict=True):
             if not plain_call(module):
-                return False
-            weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-            if weight is None:
-                return False
+                return None
+            parameters = module._parameters
+            weight, bias = parameters.get("weight"), parameters.get("bias")
+            if weight is None or (bias is None) != (bias_at is None):
+                return None
             if gradients and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-                return False
-            if not tracing and not self.lies(index):  # addresses cannot be read while tracing
-                return False
-        return True
+                return None
+            if tracing:  # addresses and versions cannot be read
+                continue
+            if weight.data_ptr() != at or (bias is not None and bias.data_ptr() != bias_at):
+                return None
+            versions.append((weight._version, 0 if bias is None else bias._version))
+        return versions
 
     def compute(self, slots: ModuleSlots, x: Tensor) -> Tensor | None:
         """The output of one member, and with it those of the others; None where it must be computed alone."""
-        shared, state = slots.routing.shared, None
-        if len(self.members) > 1:
-            state = self.state(slots, x)
-            if shared is not None and shared[0] is self:
-                own = self.taken(shared, slots, x, state)
-                if own is not None:
-                    return own
-        lead, path = self.lead()
-        if path == BASE_ONLY or not self.ready():
+        routing = slots.routing
+        shared = routing.shared
+        if shared is not None and shared[0] is self:
+            own = self.taken(shared, slots, x)
+            if own is not None:
+                return own
+        tracing = torch.compiler.is_compiling()
+        step = None if tracing or (x.requires_grad and torch.is_grad_enabled()) else self.step
+        if step is None or step.stamp != routing.stamp or step.shape != x.shape or step.dtype != x.dtype:
+            if self.lead()[1] == BASE_ONLY:
+                return None
+            step = None
+        versions = self.ready()
+        if versions is None:
             return None
-        found = self.run(lead, path, x)
+        found = self.run(x, step)
         if found is None:
             return None
         own = found[slots.index]
-        if state is not None:
-            if shared is not None and not torch.compiler.is_compiling():
+        if len(found) > 1:
+            if shared is not None and not tracing:
                 shared[0].wasted += 1
+            version: int | None = None  # of x: none in traced code and in inference mode
+            if not tracing and not x.is_inference():
+                version = x._version
+            elif not tracing and sys._getframe(2).f_code is not slots.fed_by:  # of the module's __call__
+                return own
             found[slots.index] = None
-            slots.routing.shared = self, x, state, found
+            routing.shared = self, x, modes(x), version, versions, found
         return own
 
-    def state(self, slots: ModuleSlots, x: Tensor) -> tuple[Any, ...] | None:
-        """What must not have changed when another member takes what one computed; None where that cannot be told.
+    def taken(self, shared: tuple[Any, ...], slots: ModuleSlots, x: Tensor) -> Tensor | None:
+        """What another member computed for this one, if all is as it was; each is given once. shared: as the caller
+        found it, since a load in another thread may take it away.
 
         In traced code the tensor's identity must do: `siblings_of` has seen to it that nothing visible changes x
         between the calls. So it must in inference mode, where tensors have no versions, for the code that it read.
         """
-        kind = x.device.type
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        if torch.compiler.is_compiling():
-            return modes
-        if not x.is_inference():
-            return *modes, x._version, self.versions()
-        caller = sys._getframe(3).f_code  # of the module's __call__, which called `compute`
-        return (*modes, self.versions()) if caller is slots.fed_by else None
-
-    def versions(self) -> list[int]:
-        """Of the weights and biases: they count changes in place."""
-        names = ("weight",) if self.bias_buffer is None else ("weight", "bias")
-        found = [module._parameters.get(name) for module, _ in self.members for name in names]
-        return [-1 if parameter is None else parameter._version for parameter in found]
-
-    def taken(
-        self, shared: tuple[Any, ...], slots: ModuleSlots, x: Tensor, state: tuple[Any, ...] | None
-    ) -> Tensor | None:
-        """What another member computed for this one, if all is as it was; each is given once. shared: as the caller
-        found it, since a load in another thread may take it away."""
-        _, same, then, outs = shared
-        own: Tensor | None = outs[slots.index]
-        if same is not x or own is None or state is None or state != then:
+        _, same, then, version, versions, outs = shared
+        index = slots.index
+        own: Tensor | None = outs[index]
+        if same is not x or own is None or then != modes(x):
             return None
         if not torch.compiler.is_compiling():
-            if not (plain_call(self.members[slots.index][0]) and self.lies(slots.index)):
+            if version is None:
+                if sys._getframe(3).f_code is not slots.fed_by:  # of the module's __call__, which called `compute`
+                    return None
+            elif version != x._version:
                 return None
-        outs[slots.index] = None
+            module = self.members[index][0]
+            if not plain_call(module) or not self.lies(index):
+                return None
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
+            if versions[index] != (weight._version, 0 if bias is None else bias._version):  # type: ignore[union-attr]
+                return None
+        outs[index] = None
         if all(other is None for other in outs):
             slots.routing.shared = None  # else a traced graph would keep the outputs
             if self.wasted:
                 self.wasted = 0
         return own
 
-    def run(self, lead: ModuleSlots, path: int, x: Tensor) -> list[Tensor | None] | None:
-        """The members' outputs for x; None where each is computed better alone."""
-        backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, self.joint
+    def run(self, x: Tensor, step: Step | None = None) -> list[Tensor | None] | None:
+        """The members' outputs for x, in some member of which rows have an adapter; None where each is computed better
+        alone. step: of a call like this one."""
+        if step is not None:
+            both = self._both(x.reshape(step.flat))
+            if both.dtype == step.given:  # else autocast began or ended
+                return self._expand(step, both)
+        lead, path = self.lead()
+        backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, self._joint
         assert layout is not None and joint is not None
-        tracing, kernels = torch.compiler.is_compiling(), backend.expand_laid is not None
+        kernels = backend.expand_laid is not None and not torch.compiler.is_compiling()
         if path == ONE:
-            if tracing or not kernels:
+            if not kernels:
                 return None
             assert routing.uniform is not None
             rows, table = x.reshape(1, -1, x.shape[-1]), layout.alone(routing.uniform)
@@ -230,38 +234,36 @@ class Merged:
             assert layout.table is not None
             rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
         many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, self.width, self.buffer.is_cuda)
-        if tracing or not kernels or (torch.is_grad_enabled() and rows.requires_grad):
+        if not kernels or (torch.is_grad_enabled() and rows.requires_grad):
             return None if many or path == ONE else self._gated(F.linear(rows, *self.used), x)
-        lead_shape = x.shape[:-1]
-        if many:
-            y = F.linear(rows, *self.weights)
-            outs = [y.new_empty((*lead_shape, size)) for size in self.sizes]
-            tables = table.order, table.offsets, joint.starts, joint.ranks
+        shapes = [(*x.shape[:-1], size) for size in self.sizes]
+        tables = table.order, table.offsets, joint.starts, joint.ranks
+        if not many and rows.numel():
+            flat = rows.reshape(-1, rows.shape[2])
+            both = self._both(flat)
+            launch = backend.expand_laid(  # type: ignore[misc]
+                both, rows.shape[0], self.b, table.row_slots, *tables, self.slices, self.n, joint.bound, self.even
+            )
+            self.step = Step(routing.stamp, x.shape, x.dtype, flat.shape, shapes, both.dtype, launch)  # type: ignore[arg-type]
+            return self._expand(self.step, both)
+        y = F.linear(rows, *self.weights)
+        outs = [y.new_empty(shape) for shape in shapes]
+        if y.numel():
             a = self.buffer[self.n :]
             h = backend.shrink(rows.to(a.dtype), a, *tables, joint.bound, early=True)
-            if y.numel():
-                four = [*outs, *outs[:1] * (MOST - len(outs))]
-                backend.expand_parts(y, h, four, self.b, *tables, self.slices, self.even)  # type: ignore[misc]
-            return outs  # type: ignore[return-value]
-        flat = rows.reshape(-1, rows.shape[-1])
-        bias = self.used[1]
-        both = torch.mm(flat, self.turned) if bias is None else torch.addmm(bias, flat, self.turned)
-        outs = [both.new_empty((*lead_shape, size)) for size in self.sizes]
-        if both.numel():
-            launch = self.launches.get((table, both.shape[0]))
-            if launch is None or launch[0] != both.dtype:
-                launch = both.dtype, self._prepared(both, table, joint, backend)
-                self.launches[table, both.shape[0]] = launch
-            launch[1](both, both, *outs, *outs[:1] * (MOST - len(outs)))
+            four = [*outs, *outs[:1] * (MOST - len(outs))]
+            backend.expand_parts(y, h, four, self.b, *tables, self.slices, self.even)  # type: ignore[misc]
         return outs  # type: ignore[return-value]
 
-    def _prepared(self, both: Tensor, table: RowTables, joint: Joint, backend: Backend) -> Callable[..., None]:
-        """The launch of the expand for such calls; kept, since a step has hundreds."""
-        if len(self.launches) >= LAUNCHES:
-            self.launches.clear()
-        tables = table.row_slots, table.order, table.offsets, joint.starts, joint.ranks, self.slices
-        assert backend.expand_laid is not None
-        return backend.expand_laid(both, table.row_slots.shape[0], self.b, *tables, self.n, joint.bound, self.even)
+    def _both(self, flat: Tensor) -> Tensor:
+        """[y | h], [R * T, N + w * L], of x [R * T, K]."""
+        bias = self.used[1]
+        return torch.mm(flat, self.turned) if bias is None else torch.addmm(bias, flat, self.turned)
+
+    def _expand(self, step: Step, both: Tensor) -> list[Tensor | None]:
+        outs = [both.new_empty(shape) for shape in step.outs]
+        step.launch(both, both, *outs, *outs[:1] * (MOST - len(outs)))
+        return outs  # type: ignore[return-value]
 
     def _gated(self, both: Tensor, x: Tensor) -> list[Tensor | None]:
         """From both = [y | h], [R, T, N + w * L], in plain torch: with gradients, or left to the compiler."""
@@ -276,3 +278,9 @@ class Merged:
                 out = expand_gated(y, h, slots.b_used, slots.layout.closed)
             outs.append(out.view(*x.shape[:-1], self.sizes[i]))
         return outs
+
+
+def modes(x: Tensor) -> tuple[bool, Any]:
+    """Whether gradients are recorded, and the dtype of autocast, if it is on."""
+    kind = x.device.type
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -19,7 +19,7 @@ from hf_multilora.kernels import triton_experts as experts
 from hf_multilora.kernels.lora_expand import lora_expand_kernel
 from hf_multilora.kernels.lora_rows import lora_expand_rows_kernel
 from hf_multilora.kernels.lora_shrink import lora_shrink_kernel
-from hf_multilora.kernels.triton_backend import FEW, FIXED, LONG, _expand_rows, tiles
+from hf_multilora.kernels.triton_backend import FIXED, LONG, _expand_rows, tiles
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a block can have
 TABLES = {name: "*i32" for name in ("order", "offsets", "starts", "ranks")}
@@ -65,19 +65,19 @@ def compiled_experts(target: int, dtype: str, precision: str) -> dict[str, Any]:
 
 
 def compiled_rows(target: int, dtype: str) -> dict[str, Any]:
-    """The expand for few tokens, by what the launcher chooses for a token per slot and for many, low and high ranks."""
+    """The expand for few tokens, by what the launcher chooses."""
     found, kind = {}, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     data = (
         TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}") | {"row_slots": "*i32"}
     )
-    for count, bound, pieces, even in ((8, 16, 3, True), (FEW, 16, 3, True), (FEW, 64, 1, True), (FEW, 8, 2, False)):
-        made = _expand_rows(count, 1, 6144, 8, pieces, 6528, bound, kind, kind, even, torch.device("cpu"))
+    for bound, pieces, even in ((16, 3, True), (64, 1, True), (8, 2, False)):
+        made = _expand_rows(8, 1, 6144, 8, pieces, 6528, bound, kind, kind, even, torch.device("cpu"))
         constants = made.constants | {"PDL": target >= 90}
         pointers = data | ({"slices": "*i64"} if pieces > 1 else {})
         if pieces == 1:
             constants["slices"] = None
         warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
-        name = f"few tokens, {constants['ROWS']} together, {pieces} slices, {constants['BLOCK_R']} ranks"
+        name = f"expand, few tokens, {pieces} slices, {constants['BLOCK_R']} ranks"
         found[name] = compiled(lora_expand_rows_kernel, pointers, constants, target, warps, stages, even)
     return found
 
@@ -97,7 +97,7 @@ def main(targets: list[int]) -> int:
                 constants = common | {
                     "BLOCK_N": t.block_n, "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own,
                     "SCALE": pieces > 1, "BIAS": pieces > 1, "LOOP": t.loop,
-                    "PDL": early, "EVEN": True,
+                    "PDL": early, "EVEN": True, "ACROSS": t.across,
                 }  # fmt: skip
                 pointers = data | {"h": f"*{dtype}" if own else "*fp32"}
                 extra = {"slices": "*i64", "scale": f"*{dtype}", "bias": f"*{dtype}"}

@@ -1,0 +1,31 @@
+"""Where the rank rows of several linears lie that are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..pool import Layout
+
+
+class Joint:
+    """starts and ranks of L linears that may have different rank rows: int32 [L, slots] each, at fixed addresses."""
+
+    @torch.inference_mode(False)  # else the tables could never be written again
+    def __init__(self, layouts: Sequence[Layout | None]) -> None:
+        first = next(layout for layout in layouts if layout is not None)
+        self.layouts = tuple(layouts)
+        self.tables = torch.zeros(2, len(layouts), first.starts.shape[1], dtype=torch.int32, device=first.device)
+        self.starts, self.ranks = self.tables.unbind()
+        self.take()
+
+    @torch.inference_mode(False)
+    def take(self) -> None:
+        """The spans as they now are, by one copy."""
+        self.bound = max(layout.no_rows.shape[1] for layout in self.layouts if layout is not None)
+        host = torch.zeros(self.tables.shape, dtype=torch.int32)
+        for i, layout in enumerate(self.layouts):
+            for slot, (start, r) in {} if layout is None else layout.spans.items():
+                host[0, i, slot], host[1, i, slot] = start, r
+        self.tables.copy_(host)
