@@ -111,22 +111,6 @@ def test_equals_a_loop_over_rows(monkeypatch: pytest.MonkeyPatch, tokens: int, f
     check(case(dtype, r, tokens, mix, rows=4, widths=(16, 40, 7)[: 1 + RANKS.index(r) % 3]), laid)
 
 
-def test_few_tokens_are_taken_one_by_one_or_some_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases above have both."""
-    seen: set[int] = set()
-    make = triton_backend()._expand_rows
-
-    def look(*args: Any) -> Any:
-        made = make(*args)
-        seen.add(made.constants["ROWS"])
-        return made
-
-    monkeypatch.setattr(triton_backend(), "_expand_rows", look)
-    for tokens, r in ((1, 8), (3, 8), (3, 40)):
-        laid(case(r=r, tokens=tokens, rows=4, widths=(16, 40)))
-    assert 1 in seen and max(seen) > 1
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(few: int, shape: str) -> None:
     dtype = torch.float16 if shape in ("two", "four", "whole") else torch.float32

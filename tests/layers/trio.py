@@ -48,9 +48,9 @@ NAMES: Names = ["a", None, "b", "k"]
 
 
 class Parent(nn.Module):
-    def __init__(self, inputs: Sequence[int], biases: Sequence[bool]) -> None:
+    def __init__(self, inputs: Sequence[int], biases: Sequence[bool], widths: Sequence[int]) -> None:
         super().__init__()
-        for name, k, n, bias in zip(LINEARS, inputs, WIDTHS, biases, strict=True):
+        for name, k, n, bias in zip(LINEARS, inputs, widths, biases, strict=True):
             self.add_module(name, nn.Linear(k, n, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,10 +74,12 @@ class Narrow(Parent):
 class Model(tf.PreTrainedModel):
     config_class = tf.LlamaConfig
 
-    def __init__(self, config: Any, parent: Any = Parent, inputs: Any = (K,) * 3, biases: Any = (True,) * 3) -> None:
+    def __init__(
+        self, config: Any, parent: Any = Parent, inputs: Any = (K,) * 3, biases: Any = (True,) * 3, widths: Any = WIDTHS
+    ) -> None:
         super().__init__(config)
-        self.embed = nn.Embedding(VOCAB, K)
-        self.first, self.second = parent(inputs, biases), parent(inputs, biases)
+        self.embed = nn.Embedding(VOCAB, inputs[0])
+        self.first, self.second = parent(inputs, biases, widths), parent(inputs, biases, widths)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -144,7 +146,7 @@ class Trio:
         for row, name in enumerate(names):
             key = f"base_model.model.{parent}.{child}_proj.lora_"
             if name is not None and f"{key}A.weight" in self.factors[name]:
-                a, b = (self.factors[name][f"{key}{half}.weight"].double() for half in "AB")
+                a, b = (self.factors[name][f"{key}{half}.weight"].to(x.device).double() for half in "AB")
                 out[row] += 2 * x[row].double() @ a.T @ b.T
         return out
 
