@@ -96,17 +96,14 @@ class Launcher:
     def again(self, compiled: Any, device: int, addresses: Sequence[int | None]) -> None:
         """Launch what was compiled for such arguments, on the current device."""
         hooks = triton.knobs.runtime
-        if _followed(hooks.launch_enter_hook) or _followed(hooks.launch_exit_hook):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # somebody traces launches: a function, or a chain of them, which Triton has from the start, empty
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[self.grid](*addresses, *self.rest)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
-        first = (stream, compiled.function, compiled.packed_metadata, None, None, None)
-        compiled.run(*self.grid, *first, *addresses, *self.rest)
-
-
-def _followed(hook: Any) -> bool:
-    """Whether somebody traces launches: a function, or a chain of them, which Triton has from the start, empty."""
-    return bool(getattr(hook, "calls", hook is not None))
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.rest)
 
 
 class Bound:

@@ -193,9 +193,10 @@ class Merged:
         _, same, then, version, versions, outs = shared
         index = slots.index
         own: Tensor | None = outs[index]
-        if same is not x or own is None or then != modes(x):
+        tracing = torch.compiler.is_compiling()
+        if same is not x or own is None or then != modes(x) or tracing == bool(versions):  # traced code has none
             return None
-        if not torch.compiler.is_compiling():
+        if not tracing:
             if version is None:
                 if sys._getframe(3).f_code is not slots.fed_by:  # of the module's __call__, which called `compute`
                     return None
@@ -218,7 +219,7 @@ class Merged:
         """The members' outputs for x, in some member of which rows have an adapter; None where each is computed better
         alone. step: of a call like this one."""
         if step is not None:
-            both = self._both(x.reshape(step.flat))
+            both = self._both(x.view(step.flat) if x.is_contiguous() else x.reshape(step.flat))
             if both.dtype == step.given:  # else autocast began or ended
                 return self._expand(step, both)
         lead, path = self.lead()

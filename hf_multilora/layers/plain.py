@@ -32,12 +32,13 @@ def _goes_with(bias: object, weight: nn.Parameter) -> bool:
 
 def plain_call(module: nn.Module) -> bool:
     """Whether calling the module is calling its class's forward: no hook and no instance forward is left out."""
+    own = module.__dict__
     return not (
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        "forward" in own
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
         or nn_module._global_forward_hooks
         or nn_module._global_forward_pre_hooks
         or nn_module._global_backward_hooks
