@@ -39,6 +39,16 @@ class Few(Parent):
         return torch.cat((q, k, v), -1)
 
 
+class Late(Parent):
+    """May leave its first sibling to another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x) if self.training else x[..., :1].expand(*x.shape[:-1], WIDTHS[0])
+        k = self.k_proj(x)
+        v = self.v_proj(x)
+        return torch.cat((q, k, v), -1)
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
@@ -145,3 +155,20 @@ def test_hooks_and_weights_that_come_after_a_trace(own: Family, way: str) -> Non
     assert fired
     handle.remove()
     traced.check(x)
+
+
+@ROWS
+@torch.no_grad()
+def test_what_traced_code_shares_is_not_for_other_code(tmp_path: Path, way: str) -> None:
+    """A trace has seen no version of its input, and cannot see that of another's."""
+    trio, x = Trio(family(tmp_path, parent=Late), way, max_loras=4), x_of(tokens=1)
+    run = torch.compile(lambda x: trio.model.first.q_proj(x), fullgraph=True, backend="eager")
+    with trio.open():
+        trio.check(run(x), "q", x)
+        x.mul_(3)
+        for child, own in zip("qkv", trio.model.first(x).split(WIDTHS, -1), strict=True):
+            if child != "q":
+                trio.check(own, child, x)
+        trio.ask(x, "q")
+        x.mul_(3)
+        trio.check(torch.compile(lambda x: trio.model.first.k_proj(x), fullgraph=True, backend="eager")(x), "k", x)
