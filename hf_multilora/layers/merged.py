@@ -178,6 +178,7 @@ class Merged:
             if not tracing and not x.is_inference():
                 version = x._version
             elif not tracing and sys._getframe(2).f_code is not slots.fed_by:  # of the module's __call__
+                self.wasted += 1
                 return own
             found[slots.index] = None
             routing.shared = self, x, modes(x), version, versions, found
