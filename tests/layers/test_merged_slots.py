@@ -207,6 +207,20 @@ def test_a_hint_that_is_wrong(trio: Trio, way: str) -> None:
 
 
 @LAID
+def test_inference_mode_outside_of_the_parents_forward(trio: Trio, way: str) -> None:
+    """There an input that changes does not show, so siblings cannot share, and each is computed alone after a while."""
+    with torch.inference_mode():
+        x = x_of(tokens=1)
+        with trio.counted() as runs:
+            for _ in range(WASTED):
+                trio.call(x, "q")
+            trio.call(x, "kv")
+        assert len(runs) == WASTED + 2
+        trio.call(x)
+        assert trio.together() == ["k", "q", "v"] and trio.together("second") == ["qkv"]
+
+
+@LAID
 @torch.no_grad()
 def test_outputs_that_are_taken_in_time_are_no_waste(trio: Trio, way: str) -> None:
     for i in range(WASTED + 2):
