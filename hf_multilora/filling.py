@@ -31,7 +31,7 @@ class Filling(Sites):
         self._stale = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"staging": {}, "_stale": True}
+        return self.__dict__ | {"_families": None, "staging": {}, "_stale": True}
 
     def capacities(self) -> dict[str, int]:
         """Rank rows that the pools of all modules should have: one pass over the adapters."""
