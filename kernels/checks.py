@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -80,3 +82,20 @@ def check_expand(
             f"lora_expand: {name} must be contiguous [{slots}, {y.shape[2]}], got "
             f"{None if table is None else tuple(table.shape)}",
         )
+
+
+def check_laid(both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor | None, sizes: Sequence[int]) -> None:
+    """Raises ValueError where the shapes of a `lora_expand_laid` do not fit together."""
+    pieces = starts.shape[0]
+    _must(
+        both.dim() == 3
+        and both.shape[2] >= sum(sizes)
+        and len(sizes) == pieces <= 4
+        and (slices is None) == (pieces == 1),
+        f"lora_expand_laid: both must be [R, T, at least {sum(sizes)}], with slices for 2 to 4 sizes, got "
+        f"{tuple(both.shape)}, {len(sizes)} sizes and starts {tuple(starts.shape)}",
+    )
+    _must(
+        row_slots.shape == both.shape[:1] and row_slots.dtype == torch.int32,
+        f"lora_expand_laid: row_slots must be int32 [{both.shape[0]}], got {row_slots.dtype} {tuple(row_slots.shape)}",
+    )

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..kernels import ops  # noqa: F401 (registers the operations)
-from ..kernels.torch_backend import expand_gated
 from .joint import Joint
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE
 from .slots import ModuleSlots, dense_tokens
+from .traced import expand_plainly, expand_traced
 
 MOST = 4  # linears that one launch serves
 
@@ -226,9 +225,9 @@ class Merged:
         lead, path = self.lead()
         backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, self._joint
         assert layout is not None and joint is not None
-        kernels = backend.expand_laid is not None and not torch.compiler.is_compiling()
+        tracing, kernels = torch.compiler.is_compiling(), backend.expand_laid is not None
         if path == ONE:
-            if not kernels:
+            if tracing or not kernels:
                 return None
             assert routing.uniform is not None
             rows, table = x.reshape(1, -1, x.shape[-1]), layout.alone(routing.uniform)
@@ -236,9 +235,15 @@ class Merged:
             assert layout.table is not None
             rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
         many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, self.width, self.buffer.is_cuda)
-        if not kernels or (torch.is_grad_enabled() and rows.requires_grad):
-            return None if many or path == ONE else self._gated(F.linear(rows, *self.used), x)
         shapes = [(*x.shape[:-1], size) for size in self.sizes]
+        gradients = torch.is_grad_enabled() and rows.requires_grad
+        if tracing or gradients or not kernels:
+            if many or path == ONE:
+                return None
+            both = F.linear(rows, *self.used)
+            plain = gradients or not kernels
+            found = expand_plainly(self, both) if plain else expand_traced(self, both, table, joint, backend)
+            return [out.view(shape) for out, shape in zip(found, shapes, strict=True)]
         tables = table.order, table.offsets, joint.starts, joint.ranks
         if not many and rows.numel():
             flat = rows.reshape(-1, rows.shape[2])
@@ -266,20 +271,6 @@ class Merged:
         outs = [both.new_empty(shape) for shape in step.outs]
         step.launch(both, both, *outs, *outs[:1] * (MOST - len(outs)))
         return outs  # type: ignore[return-value]
-
-    def _gated(self, both: Tensor, x: Tensor) -> list[Tensor | None]:
-        """From both = [y | h], [R, T, N + w * L], in plain torch: with gradients, or left to the compiler."""
-        outs: list[Tensor | None] = []
-        count = len(self.members)
-        for i, (_, slots) in enumerate(self.members):
-            y = both[..., self.edges[i] : self.edges[i + 1]]
-            if slots.layout is None:
-                out = y.contiguous()
-            else:
-                h = both[..., self.n + i :: count][..., : slots.b_used.shape[0]]
-                out = expand_gated(y, h, slots.b_used, slots.layout.closed)
-            outs.append(out.view(*x.shape[:-1], self.sizes[i]))
-        return outs
 
 
 def modes(x: Tensor) -> tuple[bool, Any]:

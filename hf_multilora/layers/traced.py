@@ -1,0 +1,52 @@
+"""The expand of linears in one buffer where it is traced or has gradients: plain torch, or a registered operation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..kernels import ops_laid  # noqa: F401 (registers the operation)
+from ..kernels.backends import Backend
+from ..kernels.torch_backend import expand_gated, expand_own
+from ..pool import RowTables
+
+if TYPE_CHECKING:
+    from .joint import Joint
+    from .merged import Merged
+
+OWN_TOKENS = 16  # of a traced call up to which the compiler gets the expand in plain torch, with each row's rank rows
+
+
+def expand_traced(merged: Merged, both: Tensor, table: RowTables, joint: Joint, backend: Backend) -> list[Tensor]:
+    """Of both = [y | h], [R, T, N + w * L], the output [R, T, n] of each member; for kernels, without gradients."""
+    if both.shape[0] * both.shape[1] > OWN_TOKENS:
+        tables = table.row_slots, table.order, table.offsets, joint.starts, joint.ranks, merged.slices
+        rest = merged.sizes, joint.bound, merged.even, backend.name
+        outs: list[Tensor] = torch.ops.hf_multilora.lora_expand_laid(both, merged.b, *tables, *rest)
+        return outs
+    base, slot = table.row_slots < 0, table.row_slots.clamp(min=0).long()
+    outs = []
+    for i, (_, slots) in enumerate(merged.members):
+        y, layout = both[..., merged.edges[i] : merged.edges[i + 1]], slots.layout
+        if layout is None:
+            outs.append(y.contiguous())
+            continue
+        h = both[..., merged.n + i :: len(merged.members)][..., : slots.b_used.shape[0]]
+        ranks = layout.ranks[0][slot].masked_fill(base, 0)
+        outs.append(expand_own(y, h, slots.b_used, layout.starts[0][slot], ranks, layout.no_rows.shape[1]))
+    return outs
+
+
+def expand_plainly(merged: Merged, both: Tensor) -> list[Tensor]:
+    """As `expand_traced`, with the rank rows of all slots: with gradients, and for the torch backend."""
+    outs, count = [], len(merged.members)
+    for i, (_, slots) in enumerate(merged.members):
+        y = both[..., merged.edges[i] : merged.edges[i + 1]]
+        if slots.layout is None:
+            outs.append(y.contiguous())
+        else:
+            h = both[..., merged.n + i :: count][..., : slots.b_used.shape[0]]
+            outs.append(expand_gated(y, h, slots.b_used, slots.layout.closed))
+    return outs
