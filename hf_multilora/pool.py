@@ -19,6 +19,15 @@ FREE = -2  # the owner of an unused rank row: equals no row's slot, so nothing e
 BUCKET = 16  # the occupied prefix of a pool is rounded up to this, then doubled: few shapes, so graphs survive
 
 
+def fixed(*tensors: torch.Tensor) -> None:
+    """Say to compiled code that the tensors stay where they are: with CUDA graphs it would copy them at every call, and
+    weights are among them. Where one does move, the graph is recorded anew."""
+    from torch._dynamo import mark_static_address  # slow to import, and loaded by the time there is a model
+
+    for tensor in tensors:
+        mark_static_address(tensor)
+
+
 class RankRows:
     """First-fit allocator of spans of rank rows. Pure bookkeeping: the tensors live with the layer."""
 
@@ -97,6 +106,7 @@ class RowTables:
         self.data = torch.zeros(2 * wide + slots + 1, dtype=torch.int32, device=device)
         self.row_slots, self.order = self.data[:rows], self.data[wide : wide + rows]
         self.offsets = self.data[2 * wide :]
+        fixed(self.row_slots, self.order, self.offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is one of zeros: pickle does not keep that tensors are views of one, and rows are written anew."""
@@ -136,6 +146,7 @@ class Layout:
         self.key_tables = (begins, ranks), (of_keys, ranks_of_keys)  # by slot, by key: views, made once
         self.closed = torch.ones(0, width if gated else 0, dtype=torch.bool, device=device)
         self.own = torch.zeros(2, 0, dtype=torch.int64, device=device)
+        fixed(self.owner, self.starts, self.ranks, self.each, begins, ranks, of_keys, ranks_of_keys)
         self.kept: dict[int, torch.Tensor] = {}  # `closed` or `own` by the number of rows
         self.no_rows = torch.empty(0, bound)
         self.table: RowTables | None = None
@@ -184,6 +195,7 @@ class Layout:
                 fresh = torch.empty(rows, self.width, dtype=torch.bool, device=self.device)
             elif fresh is None:
                 fresh = torch.empty(2, rows, dtype=torch.int64, device=self.device)
+            fixed(fresh)
             if keep:
                 self.kept[rows] = fresh
             if self.gated:

@@ -14,7 +14,7 @@ from .config import MultiLoRAConfig
 from .filling import Filling
 from .formats import split_site
 from .host import host_budget
-from .kernels.backends import Backend, choose
+from .kernels.backends import TORCH, Backend, choose, why_not_triton
 from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
 from .layers.joint import Joint
@@ -41,7 +41,16 @@ class Residency(Filling):
             where = site.a.device, site.a.dtype
             if where not in backends:
                 backends[where] = choose(self.config.backend, self.config.deterministic, *where)
+                self._say_if_slow(backends[where], *where)
             site.use(backends[where])
+
+    def _say_if_slow(self, backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type == "cuda" and backend.name == TORCH and self.config.backend == "auto":
+            why = why_not_triton(device, dtype) or "the package triton is not installed"
+            logger.warning_once(
+                f"adapters on {device} are computed by plain torch operations, several times slower than by Triton "
+                f"kernels: {why}; backend='torch' asks for that without this warning"
+            )
 
     def settle(self, slots: Collection[int]) -> None:
         """Before a request with these slots. Raises RuntimeError where its rows would lose a module that was replaced,

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, has_triton, interpreted
+from hf_multilora import residency
+from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, backend, has_triton, interpreted
 from hf_multilora.layers import ModuleSlots
 from tests.tiny import Family, Names, assert_rows, bert, error, gpt2, ids, llama, merged, same_ids, t5
 
@@ -330,3 +331,16 @@ def test_slots_that_change_hands(families: dict[str, Family], how: str, device: 
         assert error(got, want) < TOLERANCE[device]
         assert error(got, truth(family, inputs, NAMES)) > 100 * TOLERANCE[device] or names is NAMES
     assert model._multilora.store.loads > 4 and backends_of(model) == {how}
+
+
+def test_a_slower_path_is_said_once(families: dict[str, Family]) -> None:
+    """Where "auto" must do without kernels on a GPU, as for float64."""
+    family, device = families["llama"], torch.device("cuda")
+    auto, asked = (family.model("all", backend=how)._multilora for how in ("auto", TORCH))
+    with mock.patch.object(residency.logger, "warning_once") as said:
+        asked._say_if_slow(backend(TORCH), device, torch.float64)
+        auto._say_if_slow(backend(TRITON), device, torch.bfloat16)
+        assert not said.called
+        auto._say_if_slow(backend(TORCH), device, torch.float64)
+    (text,) = said.call_args.args
+    assert "computed by plain torch operations" in text and "got torch.float64" in text

@@ -67,6 +67,27 @@ def check(family: Family, compiled: Compiled, names: Any, inputs: Tensor = INPUT
 
 
 @pytest.mark.parametrize("shape", [(4, 5), LONG])
+@torch.no_grad()
+def test_what_stays_is_said_to_stay(family: Family, shape: tuple[int, int]) -> None:
+    """CUDA graphs of compiled code copy every other input at each call."""
+    moving: list[str] = []
+    count = [0]
+
+    def look(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                count[0] += 1
+                if "_dynamo_static_input_type" not in node.meta["tensor_dict"]:
+                    moving.append(node.name)
+        return graph
+
+    model = family.model("a", "b", "c", max_loras=3)
+    with model.adapters(MIXES[0]):
+        torch.compile(model, fullgraph=True, backend=look)(input_ids=same_ids(*shape))
+    assert moving == ["l_kwargs_input_ids_"] and count[0] > 10
+
+
+@pytest.mark.parametrize("shape", [(4, 5), LONG])
 @pytest.mark.parametrize("start", ["cold", "laid"])
 def test_one_trace_serves_every_mix(family: Family, start: str, shape: tuple[int, int]) -> None:
     model = family.model("a", "b", "c", max_loras=3)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..pool import Layout
+from ..pool import Layout, fixed
 
 
 class Joint:
@@ -18,6 +18,7 @@ class Joint:
         self.layouts = tuple(layouts)
         self.tables = torch.zeros(2, len(layouts), first.starts.shape[1], dtype=torch.int32, device=first.device)
         self.starts, self.ranks = self.tables.unbind()
+        fixed(self.starts, self.ranks)
         self.take()
 
     @torch.inference_mode(False)

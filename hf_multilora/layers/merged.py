@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..pool import fixed
 from .joint import Joint
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE
@@ -82,6 +83,7 @@ class Merged:
         end = self.n + self.width * len(all_slots)
         self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
         self.turned = self.used[0].t()
+        fixed(*(tensor for tensor in (*self.used, self.slices, self.b) if tensor is not None))
         self.step = None
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout

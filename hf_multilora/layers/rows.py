@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backends import TORCH, Backend, backend, has_triton
-from ..pool import Layout, RankRows
+from ..pool import Layout, RankRows, fixed
 from ..routing import Routing, RoutingError
 
 BASE_ONLY, ONE, MIXED = 0, 1, 2  # what a call of the module has to do: see SlotRows.path
@@ -125,6 +125,7 @@ class SlotRows:
         self.looked = True
 
     def _see(self, a: int, b: int, width: int) -> None:
+        fixed(self.a, self.b)
         self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.routing.moves += (a, b, width) != self.where
         self.where = (a, b, width)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..kernels.backends import TORCH, Backend
-from ..pool import BUCKET
+from ..pool import BUCKET, fixed
 from ..routing import Routing
 from .rows import SlotRows
 
@@ -76,6 +76,7 @@ class ModuleSlots(SlotRows):
         self.looked = False  # an interrupt half way must not leave views of two states
         width = 0 if self.layout is None else self.layout.width
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
+        fixed(self.a_used, self.b_used)
         self._see(self.a_used.data_ptr(), self.b_used.data_ptr(), width)
         self.dense_tokens = dense_tokens(self.backend, width, self.a.is_cuda) if self.backend.name == TORCH else 0
         if self.merged is not None:
