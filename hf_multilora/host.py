@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .formats import Adapter, AdapterError, LoraFactors
+from .formats.checks import is_finite
 
 logger = logging.get_logger(__name__)
 ALIGN = 256  # bytes: as device memory is aligned, and enough for a view of any dtype
@@ -148,7 +149,7 @@ def pack(adapter: Adapter, names: Mapping[str, str], dtypes: Mapping[str, torch.
                 if place not in written:
                     view.copy_(_scaled(factor, place.dtype, scaling))
                     written.add(place)
-                    if not bool(torch.isfinite(view).all()):
+                    if not is_finite(view):
                         raise AdapterError(
                             f"{name}: the factors of {adapter.source} must be finite in {place.dtype}, some become "
                             f"Inf; pass lora_dtype='float32' or 'bfloat16'"

