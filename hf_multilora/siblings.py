@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -27,19 +27,23 @@ Arms = tuple[tuple[int, int], ...]  # (a branch of the source, which of its arms
 
 @dataclass(frozen=True)
 class Call:
-    """`self.<child>(...)` that gets a name. plain: that and nothing else; again: the child is called elsewhere too."""
+    """`self.<child>(...)` that gets a name. plain: that and nothing else. places: all calls of the child, each (its
+    number, what it gets, arms)."""
 
     child: str
     number: int  # of the calls of children before it
     arms: Arms
     plain: bool
-    again: bool = False
+    places: tuple[tuple[Any, ...], ...] = ()
 
     def goes_with(self, other: Call) -> bool:
-        """Whether both are called, or may be: one in an arm of a branch may go with one outside of it."""
-        others = dict(other.arms)
-        apart = any(others.get(branch, arm) != arm for branch, arm in self.arms)
-        return self.arms == other.arms or not (apart or self.again or other.again)
+        """Whether the later of them, if it is called at all, comes after each call of the earlier before anything
+        changes: what the earlier leaves for it is not for another time. One in an arm may go with one outside of it."""
+        first, then = sorted((self, other), key=lambda call: call.number)
+        if self.arms == other.arms:
+            return all(any(p[0] < q[0] and p[1:] == q[1:] for q in then.places) for p in first.places)
+        outer, inner = sorted((self.arms, other.arms), key=len)
+        return inner[: len(outer)] == outer and all(len({p[1:] for p in call.places}) == 1 for call in (self, other))
 
 
 def siblings_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -52,7 +56,7 @@ def siblings_of(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     cls: Any = type(module)
     if "forward" in module.__dict__ and _unwrapped(module.forward) is not _unwrapped(cls.forward):
         return ()
-    found = [group for calls in _calls_of(cls) for group in _groups(module, calls) if len(group) > 1]
+    found = [group for calls in _calls_of(cls.forward) for group in _groups(module, calls) if len(group) > 1]
     taken: set[nn.Module] = set()
     chosen: list[list[Call]] = []
     for group in sorted(found, key=len, reverse=True):
@@ -95,9 +99,9 @@ def code_of(cls: Any) -> CodeType | None:
 
 
 @functools.cache
-def _calls_of(cls: Any) -> tuple[tuple[Call, ...], ...]:
-    """The calls of children in the class's `forward`, those together that get a name while it stays the same."""
-    text = source_of(getattr(cls, "forward", None))
+def _calls_of(forward: Any) -> tuple[tuple[Call, ...], ...]:
+    """The calls of children in a `forward`, those together that get a name while it stays the same."""
+    text = source_of(forward)
     try:
         tree = ast.parse("if True:\n" + text if text[:1].isspace() else text)
     except SyntaxError:  # a lambda in the middle of a line, a file changed since it was imported
@@ -120,17 +124,13 @@ class _Reader(ast.NodeVisitor):
         self.outside = True  # of loops and nested functions
         self.lost = False  # names change at times that cannot be told
         self.found: dict[Key, list[Call]] = {}
-        self.places: dict[str, list[object]] = {}  # child -> where it is called, and with what
+        self.places: dict[str, list[tuple[Any, ...]]] = {}  # child -> those of its calls
         self.number = 0
 
     def read(self, body: Iterable[ast.AST]) -> tuple[tuple[Call, ...], ...]:
         self.all(body)
-        again = {child for child, places in self.places.items() if any(place != places[0] for place in places)}
         found = () if self.lost else self.found.values()
-        return tuple(
-            tuple(Call(call.child, call.number, call.arms, call.plain, call.child in again) for call in calls)
-            for calls in found
-        )
+        return tuple(tuple(replace(call, places=tuple(self.places[call.child])) for call in calls) for calls in found)
 
     def all(self, nodes: Iterable[ast.AST | None]) -> None:
         for node in nodes:
@@ -143,12 +143,12 @@ class _Reader(ast.NodeVisitor):
             self.lost |= name == self.owner
 
     def branch(self, *arms: Sequence[ast.AST]) -> None:
-        before, branch = self.arms, self.count
+        before, branch, ends = self.arms, self.count, False
         self.count += 1
         for arm, nodes in enumerate(arms):
-            self.arms = (*before, (branch, arm))
+            self.arms = inside = (*before, (branch, arm))
             self.all(nodes)
-        ends = any(nodes and isinstance(nodes[-1], (ast.Return, ast.Raise)) for nodes in arms)
+            ends |= self.arms != inside or any(isinstance(node, (ast.Return, ast.Raise)) for node in nodes)
         self.arms = (*before, (branch, len(arms))) if ends else before  # what follows runs where no arm has ended
 
     def apart(self, nodes: Iterable[ast.AST]) -> None:
@@ -162,7 +162,8 @@ class _Reader(ast.NodeVisitor):
         """What runs any number of times: its calls do not count, what it changes does."""
         before, self.outside = (self.outside, self.arms), False
         self.all(nodes)
-        self.outside, self.arms = before
+        self.outside, arms = before
+        self.arms, self.count = arms if self.arms == arms else (*arms, (self.count, 0)), self.count + 1
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
@@ -177,10 +178,10 @@ class _Reader(ast.NodeVisitor):
                 self.change(handed)
         if of_owner:
             plain = len(given) == len(node.args) == 1 and isinstance(node.args[0], ast.Name) and self.outside
-            keys = [(handed, self.versions.get(handed, 0), self.epoch, self.block) for handed in names]
+            keys = tuple((handed, self.versions.get(handed, 0), self.epoch, self.block) for handed in names)
             for key in keys if self.outside else ():
                 self.found.setdefault(key, []).append(Call(name, self.number, self.arms, plain))
-            self.places.setdefault(name, []).append((keys, self.arms) if plain else self.number)
+            self.places.setdefault(name, []).append((self.number, keys if plain else self.number, self.arms))
             self.number += 1
 
     def visit_Expr(self, node: ast.Expr) -> None:

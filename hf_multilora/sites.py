@@ -124,21 +124,26 @@ class Sites:
         del self.parents[name]
 
     def families(self) -> list[list[tuple[nn.Module, ModuleSlots]]]:
-        """Adapted linears, those together that get one input from their parent."""
+        """Adapted linears, those together that get one input from their parent, in the order of its calls."""
         if self._families is None:
-            found: dict[tuple[int, int], list[tuple[nn.Module, ModuleSlots]]] = {}
-            groups: dict[int, dict[str, int]] = {}  # of a parent: its child -> number of the group
+            found: dict[tuple[int, int], list[tuple[int, nn.Module, ModuleSlots]]] = {}
+            groups: dict[int, dict[str, tuple[int, int]]] = {}  # of a parent: its child -> numbers of group and call
             for name, (module, slots) in self.sites.items():
                 if not isinstance(slots, ModuleSlots) or slots.kind != "linear":
                     continue
                 parent, own = self.parents[name]
                 if id(parent) not in groups:
-                    groups[id(parent)] = {child: i for i, group in enumerate(siblings_of(parent)) for child in group}
-                number = groups[id(parent)].get(own) if slots.mixable else None
+                    groups[id(parent)] = {
+                        child: (i, j) for i, group in enumerate(siblings_of(parent)) for j, child in enumerate(group)
+                    }
+                number, call = groups[id(parent)].get(own, (None, 0)) if slots.mixable else (None, 0)
                 slots.fed_by = None if number is None else code_of(type(parent))
                 key = (id(slots), 0) if number is None else (id(parent), number)
-                found.setdefault(key, []).append((module, slots))
-            self._families = list(found.values())
+                found.setdefault(key, []).append((call, module, slots))
+            self._families = [
+                [(module, slots) for _, module, slots in sorted(family, key=lambda member: member[0])]
+                for family in found.values()
+            ]
         return self._families
 
     def require_in_place(self, names: Collection[str]) -> None:

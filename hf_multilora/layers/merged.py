@@ -182,6 +182,8 @@ class Merged:
                 self.wasted += 1
                 return own
             found[slots.index] = None
+            if version is None:  # what its code calls before it may come after a change
+                found[: slots.index] = [None] * slots.index
             routing.shared = self, x, modes(x), version, versions, found
         return own
 
@@ -190,7 +192,8 @@ class Merged:
         found it, since a load in another thread may take it away.
 
         In traced code the tensor's identity must do: `siblings_of` has seen to it that nothing visible changes x
-        between the calls. So it must in inference mode, where tensors have no versions, for the code that it read.
+        between a call and later ones. So it must in inference mode, where tensors have no versions, for the code that
+        it read.
         """
         _, same, then, version, versions, outs = shared
         index = slots.index

@@ -50,6 +50,29 @@ class Late(Parent):
         return torch.cat((q, k, v), -1)
 
 
+class First(Parent):
+    """May ask a sibling before the others, or not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v_proj(x) if self.training else x[..., : WIDTHS[2]]
+        q = self.q_proj(x)
+        return torch.cat((q, self.k_proj(x), v), -1)
+
+
+class Twice(Parent):
+    """Asks one of its siblings again, after a change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        x = x.mul_(2)
+        k = k + self.k_proj(x)
+        x = x.mul_(0.5)
+        q = q + self.q_proj(x)
+        return torch.cat((q - self.q_proj(x), k, v), -1)
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
@@ -174,3 +197,36 @@ def test_what_traced_code_shares_is_not_for_other_code(tmp_path: Path, way: str)
         trio.ask(x, "q")
         x.mul_(3)
         trio.check(torch.compile(lambda x: trio.model.first.k_proj(x), fullgraph=True, backend="eager")(x), "k", x)
+
+
+@ROWS
+@pytest.mark.parametrize("inference", [True, False], ids=["inference", "traced"])
+@torch.no_grad()
+def test_what_a_call_leaves_is_not_for_the_next(tmp_path: Path, way: str, inference: bool) -> None:
+    """Its input may be the same tensor, changed since, of which neither can know."""
+    trio = Trio(family(tmp_path, parent=First), way, max_loras=4)
+    first = trio.model.first
+    run = first if inference else torch.compile(first, fullgraph=True, backend="eager")
+    with torch.inference_mode(inference), trio.open():
+        x = x_of(tokens=1).clone()
+        for training in (False, True, False, True):
+            first.training = training
+            for child, own in zip("qkv", run(x).split(WIDTHS, -1), strict=True):
+                if training or child != "v":
+                    trio.check(own, child, x)
+            x.mul_(2)
+
+
+@ROWS
+@pytest.mark.parametrize("inference", [True, False], ids=["inference", "traced"])
+@torch.no_grad()
+def test_a_sibling_that_is_asked_again_after_a_change(tmp_path: Path, way: str, inference: bool) -> None:
+    trio = Trio(family(tmp_path, parent=Twice), way, max_loras=4)
+    run = trio.model.first if inference else torch.compile(trio.model.first, fullgraph=True, backend="eager")
+    with torch.inference_mode(inference), trio.open():
+        x = x_of(tokens=1).clone()
+        q, k, v = run(x.clone()).split(WIDTHS, -1)
+        trio.check(v, "v", x)
+        trio.check(q, "q", x)
+        twice = trio.want("k", 2 * x) + trio.want("k", x)
+        torch.testing.assert_close(k.double(), twice, rtol=1e-4, atol=1e-5)
