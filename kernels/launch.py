@@ -64,7 +64,8 @@ class Launcher:
     """One kernel with its grid, numbers and constants, for tensors of one kind on one device.
 
     numbers, constants: in the order of the kernel's parameters, after its pointers. Where a kernel is looked up again
-    only what Triton specialises for can differ: whether addresses are multiples of 16.
+    only what Triton specialises for can differ: whether addresses are multiples of 16. Whoever keeps a launcher keys it
+    by the dtypes and the device too.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Launcher:
         stages: int,
     ) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
-        self.options = {"num_warps": warps, "num_stages": stages} | ({"launch_pdl": True} if constants["PDL"] else {})
+        self.options = {"num_warps": warps, "num_stages": stages} | (
+            {"launch_pdl": True} if constants.get("PDL") else {}
+        )
         self.rest = (*numbers, *constants.values())
         self.compiled: dict[tuple[bool | None, ...], Any] = {}
 

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .launch import launch
+from .launch import Launcher
 from .lora_experts import (
     experts_combine_kernel,
     experts_expand_pair_kernel,
@@ -102,13 +102,9 @@ def shrink(
     if not n:
         return h
     tile = tile or _choose(SHRINK, n, ranks.shape[0], fixed)
-    kernel, programs, blocks, constants = _shrink_plan(
-        n, k, max_rank, x.dtype, precision(x.dtype), source is not None, fixed, tile
-    )
     x = x if x.stride(1) == 1 else x.contiguous()
-    numbers = (k, max_rank, blocks, x.stride(0))
-    count = (n,) if tile.block_m > 1 else ()
-    launch(kernel, (programs,), (x, a, h, begins, ranks, keys, source, *count, *numbers), constants)
+    given = (n, k, max_rank, x.dtype, precision(x.dtype), source is not None, fixed, tile)
+    _launcher(SHRINK, given, x.stride(0), (a.dtype, keys.dtype), x.device)(x, a, h, begins, ranks, keys, source)
     return h
 
 
@@ -145,15 +141,29 @@ def expand(
     tile = tile or _choose(EXPAND, n, ranks.shape[0], fixed)
     h = h.contiguous()
     max_rank = h.shape[1]
-    kernel, programs, tiles, constants = _expand_plan(
-        n, width, max_rank, b.dtype, precision(b.dtype), source is not None, fixed, tile
-    )
     out = y if y.stride(1) == 1 else y.contiguous()
-    numbers = (width, max_rank, tiles, out.stride(0))
-    count = (n,) if tile.block_m > 1 else ()
     into = out[:, first:] if first else out
-    launch(kernel, (programs,), (into, h, b, begins, ranks, keys, source, *count, *numbers), constants)
+    given = (n, width, max_rank, b.dtype, precision(b.dtype), source is not None, fixed, tile)
+    run = _launcher(EXPAND, given, out.stride(0), (y.dtype, h.dtype, keys.dtype), y.device)
+    run(into, h, b, begins, ranks, keys, source)
     return y if out is y else y.copy_(out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launcher(
+    op: str, given: tuple[Any, ...], stride: int, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Launcher:
+    """Of a shrink or an expand. given: of the plan. dtypes, device: Triton compiles for each."""
+    kernel, programs, blocks, constants = (_shrink_plan if op == SHRINK else _expand_plan)(*given)
+    (n, width, max_rank, *_), tile = given, given[-1]
+    numbers = (*([n] if tile.block_m > 1 else []), width, max_rank, blocks, stride)
+    return _made(kernel, programs, numbers, constants)
+
+
+def _made(kernel: Any, programs: int, numbers: tuple[int, ...], constants: dict[str, Any]) -> Launcher:
+    """Constants in the order of the kernel's parameters."""
+    own = {name: constants[name] for name in kernel.arg_names if name in constants}
+    return Launcher(kernel, (programs, 1, 1), numbers, own, constants["num_warps"], constants["num_stages"])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,10 +185,19 @@ def combine(
         return out
     tile = tile or TILES[COMBINE, FEW if tokens * choices <= FEW_PAIRS else MANY]
     y = y if y.stride(1) == 1 else y.contiguous()
-    tiles, constants = _combine_plan(width, choices, y.dtype, tile)
-    numbers = (width, tiles, y.stride(0), weights.stride(0), weights.stride(1))
-    launch(experts_combine_kernel, (tokens * tiles,), (y, places, weights, out, *numbers), constants)
+    strides = (y.stride(0), weights.stride(0), weights.stride(1))
+    dtypes = (y.dtype, places.dtype, weights.dtype, dtype)
+    _combiner(tokens, width, choices, tile, strides, dtypes, y.device)(y, places, weights, out)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _combiner(
+    tokens: int, width: int, choices: int, tile: Tile, strides: tuple[int, int, int], dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> Launcher:  # fmt: skip
+    tiles, constants = _combine_plan(width, choices, dtypes[0], tile)
+    return _made(experts_combine_kernel, tokens * tiles, (width, tiles, *strides), constants)
 
 
 def _refuse_gradients(*tensors: Tensor) -> None:

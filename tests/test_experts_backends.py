@@ -54,20 +54,20 @@ def singles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Singles]:
 @NOT_HERE
 @pytest.mark.parametrize(("name", "how"), [("granitemoe", "triton, deterministic"), ("gpt_oss", "triton")])
 def test_kernels(singles: Singles, name: str, how: str) -> None:
-    from hf_multilora.kernels import triton_experts
+    from hf_multilora.kernels.launch import Launcher
 
     family = singles(name)
     model = family.model(experts="grouped_mm", **TRITON[how])
     short = family.rows[2][None, :2].repeat(4, 1)
     inputs = {"input_ids": short, "attention_mask": torch.ones_like(short)}
     seen: list[str] = []
-    launch = triton_experts.launch
+    call = Launcher.__call__
 
-    def count(kernel: Any, *rest: Any) -> None:
-        seen.append(kernel.fn.__name__)
-        launch(kernel, *rest)
+    def count(launcher: Launcher, *pointers: Any) -> None:
+        seen.append(launcher.kernel.fn.__name__)
+        call(launcher, *pointers)
 
-    with mock.patch.object(triton_experts, "launch", count):
+    with mock.patch.object(Launcher, "__call__", count):
         got = logits(model, inputs, NAMES)
     assert seen
     want = [family.row(one, 2)[:2] for one in NAMES]
