@@ -111,7 +111,9 @@ def settle(module: nn.Module, slots: ModuleSlots) -> None:
 
 def prepare(members: Sequence[Member]) -> bool:
     """Before a request: lay what can be laid of linears that are thought to get one input, so that no weight moves
-    while calls are traced or captured. Returns whether something was."""
+    while calls are traced or captured. Returns whether something was, or buffers lack their tables."""
+    if _rests(members):
+        return False
     for module, slots in members:
         if not slots.looked:
             slots.look()
@@ -135,11 +137,29 @@ def prepare(members: Sequence[Member]) -> bool:
             if merged is None or not merged.whole or merged.members != tuple(part):
                 lay(part)
                 done = True
+            elif merged.joint is None and merged.leads:  # an error came before they were made
+                done = True
     for module, slots in members:
         if slots.merged is not None and not slots.merged.whole:  # it would hold the weights of those that went
             unlay(module, slots)
             done = True
     return done
+
+
+def _rests(members: Sequence[Member]) -> bool:
+    """Whether they are in one buffer, ready for calls, as before nearly every request."""
+    merged = members[0][1].merged
+    if merged is None or not merged.whole or merged.joint is None or merged.wasted > WASTED:
+        return False
+    return len(members) == len(merged.members) and all(
+        slots.merged is merged
+        and slots.index == i
+        and slots.looked
+        and type(module).forward is nn.Linear.forward
+        and plain_call(module)
+        and merged.lies(i)
+        for i, (module, slots) in enumerate(members)
+    )
 
 
 def without_buffers(state: Any, buffers: Iterable[Tensor | None]) -> Any:

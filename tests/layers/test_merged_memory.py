@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_multilora import residency
 from hf_multilora.layers import augmented
 from tests.layers.test_merged_life import storages
 from tests.layers.trio import WIDTHS, K, Trio, x_of
@@ -176,3 +177,21 @@ def test_an_interrupt_at_every_line(own: Family, way: str, function: Any, again:
             break
     expected = {augmented.lay: 30, augmented.prepare: 20, augmented.unlay: 8 if again else 0}
     assert line > expected[function], "it must have been interrupted"
+
+
+@torch.no_grad()
+def test_an_error_after_linears_were_laid(own: Family, way: str) -> None:
+    """The next request makes the tables that their buffers lack."""
+    trio, x, full = Trio(own, way, max_loras=4), x_of(tokens=1), mock.Mock(side_effect=[True, MemoryError])
+
+    def prepare(members: Any) -> bool:
+        return augmented.prepare(members) and bool(full())
+
+    with mock.patch.object(residency, "prepare", prepare), pytest.raises(MemoryError), trio.open():
+        pass
+    for parent in ("first", "second"):
+        assert trio.together(parent) == ["qkv"] and trio.merged("q", parent).joint is None
+    with trio.counted() as runs:
+        trio.call(x)
+        trio.call(x, parent="second")
+    assert len(runs) == 2
