@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import mmap
 import pickle
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_multilora.formats import Adapter, AdapterError, LoraFactors
-from hf_multilora.host import ALIGN, HUGE, HostAdapter, HostMemoryError, own_pages, pack
+from hf_multilora.host import ALIGN, FEW_ROWS, HostAdapter, HostMemoryError, own_pages, pack
 from hf_multilora.staging import Staging
 from tests.tiny import Family, assert_rows, llama, logits, same_ids
 
@@ -67,6 +65,22 @@ def test_a_flat_buffer_holds_every_factor(dtype: torch.dtype, stored: torch.dtyp
     assert_holds(host, adapter, dtype)
     sizes = [factor.nbytes for pair in host.factors.values() for factor in pair]
     assert host.nbytes == host.flat.nbytes == sum(-(-size // ALIGN) * ALIGN for size in sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("rank", [1, FEW_ROWS, FEW_ROWS + 1, 70])
+def test_every_way_to_write_gives_the_same_bits(dtype: torch.dtype, stored: torch.dtype, rank: int) -> None:
+    made = torch.Generator().manual_seed(rank)
+    a, b = (torch.randn(*size, generator=made).to(stored) for size in ((rank, 75), (83, rank)))
+    a[0, 0], b[82, -1] = -0.0, -0.0
+    adapter = adapter_of({"scaled": (a, b, 2.0625), "plain": (a, b, 1.0), "other": (b.t(), a.t(), 2.0625)})
+    host = packed(adapter, dtype)
+    for name, pair in adapter.factors.items():
+        want = pair.a.to(dtype), (pair.b.t().to(torch.float32) * pair.scaling).to(dtype)
+        for got, factor in zip(host.factors[name], want, strict=True):
+            assert torch.equal(got.view(torch.uint8), factor.contiguous().view(torch.uint8))
+    assert not torch.equal(host.factors["scaled"][1], host.factors["plain"][1])
 
 
 @pytest.mark.parametrize("names", [["m0"], ["m3", "m4"], ["m4", "m1"], ["m0", "m1", "m2", "m3", "m4"]])
@@ -264,42 +278,3 @@ def test_buffers_share_no_memory_page() -> None:
         storage = buffer.untyped_storage()
         last = -(-(buffer.data_ptr() + buffer.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         assert buffer.data_ptr() % mmap.PAGESIZE == 0 and last <= storage.data_ptr() + storage.nbytes()
-
-
-def advised(buffer: torch.Tensor) -> int:
-    """Bytes of the buffer in mappings for which huge pages were asked (`hg` among the flags of smaps)."""
-    first, end, total, span = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, 0, (0, 0)
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if "-" in words[0] and not words[0].endswith(":"):
-            low, high = (int(word, 16) for word in words[0].split("-"))
-            span = low, high
-        elif words[0] == "VmFlags:" and "hg" in words:
-            total += max(0, min(end, span[1]) - max(first, span[0]))
-    return total
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which has huge pages")
-def test_large_buffers_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int, int]] = []
-    kernel = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
-
-    class Libc:
-        def __init__(self, name: None) -> None:
-            self.own = CDLL(name)
-
-        def madvise(self, start: Any, size: Any, advice: int) -> int:
-            calls.append((start.value, size.value, advice))
-            return self.own.madvise(start, size, advice)
-
-    CDLL = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", Libc)
-    for size, huge in {4 * HUGE - 1: 0, 4 * HUGE: 4 * HUGE, 9 * HUGE + 5: 9 * HUGE}.items():
-        calls.clear()
-        buffer = own_pages(size)
-        first = buffer.data_ptr()
-        assert buffer.nbytes == size and first % (HUGE if huge else mmap.PAGESIZE) == 0
-        assert calls == ([(first, huge, mmap.MADV_HUGEPAGE)] if huge else []), "the last would reach past the end"
-        assert advised(buffer) >= huge or not kernel
-        buffer.fill_(7)
-        assert int(buffer.sum()) == 7 * size

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import mmap
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_multilora.host import HOST_SHARE, host_budget
+from hf_multilora.host import HOST_SHARE, HUGE, host_budget, own_pages
 from tests.test_host import Cudart, assert_holds, packed, random_adapter
 from tests.tiny import Family, llama
 
@@ -149,3 +152,42 @@ def test_the_share_of_a_machine_without_control_groups(tmp_path: Path) -> None:
 
 def test_the_share_on_this_machine() -> None:
     assert 0 < host_budget() <= psutil.virtual_memory().total * HOST_SHARE
+
+
+def advised(buffer: torch.Tensor) -> int:
+    """Bytes of the buffer in mappings for which huge pages were asked (`hg` among the flags of smaps)."""
+    first, end, total, span = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, 0, (0, 0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            low, high = (int(word, 16) for word in words[0].split("-"))
+            span = low, high
+        elif words[0] == "VmFlags:" and "hg" in words:
+            total += max(0, min(end, span[1]) - max(first, span[0]))
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which has huge pages")
+def test_large_buffers_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int, int]] = []
+    kernel = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+
+    class Libc:
+        def __init__(self, name: None) -> None:
+            self.own = CDLL(name)
+
+        def madvise(self, start: Any, size: Any, advice: int) -> int:
+            calls.append((start.value, size.value, advice))
+            return self.own.madvise(start, size, advice)
+
+    CDLL = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", Libc)
+    for size, huge in {4 * HUGE - 1: 0, 4 * HUGE: 4 * HUGE, 9 * HUGE + 5: 9 * HUGE}.items():
+        calls.clear()
+        buffer = own_pages(size)
+        first = buffer.data_ptr()
+        assert buffer.nbytes == size and first % (HUGE if huge else mmap.PAGESIZE) == 0
+        assert calls == ([(first, huge, mmap.MADV_HUGEPAGE)] if huge else []), "the last would reach past the end"
+        assert advised(buffer) >= huge or not kernel
+        buffer.fill_(7)
+        assert int(buffer.sum()) == 7 * size

@@ -224,7 +224,7 @@ def memory_digest(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     for key in sorted(tensors):
         tensor = tensors[key].detach().to("cpu").contiguous()
         total.update(f"\n{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
