@@ -145,7 +145,8 @@ def shrink(
 def _expand(
     rows: int, tokens: int, n: int, slots: int, pieces: int, width: int, stride: int, stride_h: int, shift: int,
     plane: int, planes: int, y_dtype: torch.dtype, h_dtype: torch.dtype, dtype: torch.dtype, exact: str,
-    own_columns: bool, scale: bool, bias: bool, even: bool, fixed: bool, early: bool, device: torch.device,
+    own_columns: bool, scale: torch.dtype | None, bias: torch.dtype | None, even: bool, fixed: bool, early: bool,
+    device: torch.device,
 ) -> Launcher:  # fmt: skip
     """Cached, since an eager call has hundreds. width: columns of h. dtype: of b; the others are in the key since
     Triton compiles for them."""
@@ -154,7 +155,8 @@ def _expand(
     if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
         t = LONG if rows * tokens >= MANY else replace(LONG, loop=2 if t.block_m > 16 else 1)
     constants = {
-        "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
+        "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale is not None,
+        "BIAS": bias is not None,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
         "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "ACROSS": t.across, "EVEN": even,
         "PDL": early and dependent_launch(device),
@@ -192,7 +194,8 @@ def expand(
         h, stride_h, plane = h.contiguous(), width, rows * tokens * width
     run = _expand(
         rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, y.dtype, h.dtype, b.dtype,
-        precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, early, y.device,
+        precision(b.dtype), own_columns, None if scale is None else scale.dtype, None if bias is None else bias.dtype,
+        False, fixed, early, y.device,
     )  # fmt: skip
     run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
     return out
@@ -230,7 +233,7 @@ def expand_laid(
         return Bound(each, b, row_slots, starts, ranks, slices)
     run = _expand(
         rows, count // rows, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
-        precision(b.dtype), True, False, False, even, False, True, both.device,
+        precision(b.dtype), True, None, None, even, False, True, both.device,
     )  # fmt: skip
     return Bound(run, b, order, offsets, starts, ranks, slices, None, None)
 
@@ -243,7 +246,7 @@ def expand_parts(
     (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
     run = _expand(
         rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, y.dtype, h.dtype, b.dtype,
-        precision(b.dtype), False, False, False, even, False, True, y.device,
+        precision(b.dtype), False, None, None, even, False, True, y.device,
     )  # fmt: skip
     run(y, h, *outs, b, order, offsets, starts, ranks, slices, None, None)
 

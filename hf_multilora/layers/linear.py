@@ -24,9 +24,10 @@ class LoraLinear(AdaptedLayer, kind="linear"):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots: ModuleSlots = self._lora
-        x: Any = args[0] if args else next(iter(kwargs.values()), None)  # None: the class's forward will refuse
+        x: Any = args[0] if args else next(iter(kwargs.values()), None)
         merged = slots.merged
-        if merged is not None and x is not None:
+        one = len(args) + len(kwargs) == 1 and (args or "input" in kwargs) and isinstance(x, Tensor)
+        if merged is not None and one:  # else the class's forward will refuse
             out = merged.compute(slots, x)
             if out is not None:
                 return out

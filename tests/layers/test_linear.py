@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_multilora import RoutingError, layers
 from hf_multilora.layers.augmented import is_laid
 from hf_multilora.pool import BASE
+from hf_multilora.routing import Request
 from tests.layers.bed import ROWS, Bed, K, N, check, linear
 
 SHAPES = [(4, 1, K), (4, 5, K), (4, K), (4, 2, 2, K), (4, 30, K)]  # the last is above the gated paths' tokens
@@ -107,3 +108,17 @@ def test_rows_that_cannot_be_told_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(RoutingError, match=r"bed: the first dimension of its input must be the 4 rows"):
         bed(torch.randn(shape))
     assert not bed.routing.open
+
+
+@torch.no_grad()
+def test_a_call_that_the_class_refuses() -> None:
+    bed, x = Bed(linear()), torch.randn(4, 1, K)
+    check(bed, x, nn.functional.linear(x, bed.weight, bed.module.bias))  # type: ignore[arg-type]
+    bed.routing.push(Request(tuple(ROWS)))
+    try:
+        for args, kwargs in (((), {}), ((x, 3), {}), (([1.0],), {}), ((), {"foo": x}), ((x,), {"foo": x})):
+            with pytest.raises(TypeError):
+                bed.module(*args, **kwargs)
+        assert torch.equal(bed.module(input=x), bed.module(x))
+    finally:
+        bed.routing.pop()
