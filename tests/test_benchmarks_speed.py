@@ -17,6 +17,7 @@ from tests.benchmarks import gpu_contenders, gpu_timing
 from tests.benchmarks.gate import GateError
 from tests.benchmarks.speed import __main__ as speed
 from tests.benchmarks.speed import clock, compiled, kernel_calls, linears, sanitize, streams, targets
+from tests.test_benchmarks import Replay
 
 TINY = (
     "--shape tiny --device cpu --dtype float32 --rank 4 --backend torch --replays 2 --prefills 2 --tokens 3 --batches 3"
@@ -101,18 +102,6 @@ def test_wrong_answers_are_not_timed(name: str, tmp_path: Path, monkeypatch: pyt
     status, result = run(tmp_path, name, "--cells", CHECKED[name])
     (cell,) = result["stages"][name]["cells"].values()
     assert status == 1 and "value" not in cell and "must" in cell["failed"]
-
-
-class Replay:
-    """Stands for a CUDA graph: each replay runs the step again. frozen: only the first does."""
-
-    def __init__(self, step: Any, frozen: bool) -> None:
-        self.step, self.frozen, self.out = step, frozen, step()
-
-    def replay(self) -> None:
-        self.out.copy_(self.step())
-        if self.frozen:
-            self.step = lambda: self.out
 
 
 @pytest.mark.parametrize("frozen", [False, True])

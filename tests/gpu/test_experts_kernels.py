@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from hf_multilora.kernels import ops_experts as ops
 from hf_multilora.kernels import torch_experts
 from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, backend
+from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
 from tests.kernels import experts_properties as properties
 from tests.kernels.experts_suite import ORDERS, SHAPES, Case, by_pairs, case, rotated, run, specified
 from tests.kernels.suite import within
@@ -32,17 +31,6 @@ LARGER: dict[str, dict[str, Any]] = {
     "biases": {"k": 1, "columns": 512, "ranks": (16, 1), "n": 100},
     "narrow results": {"k": 512, "columns": 8, "ranks": (16, 1), "n": 100},
 }
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    """float32 products in float32, not TF32; no memory kept for the next test."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=["few", "many"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from hf_multilora.kernels import ops
 from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED, backend
+from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
 from tests.kernels import properties
 from tests.kernels.suite import BASE, MIXES, SHAPES, Case, by_rows, case, own_columns, run, within
 
@@ -35,17 +34,6 @@ LARGER: dict[str, dict[str, Any]] = {  # what differs from case()'s defaults
     "three whole slices": {"widths": (256, 64, 64), "r": 13, "k": 256},
     "three odd slices": {"widths": (16, 130, 7), "r": 70, "epilogue": True, "strided": True, "tokens": 300},
 }
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    """float32 products in float32, not TF32; no memory kept for the next test."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def on_gpu(*args: Any, **kwargs: Any) -> Case:

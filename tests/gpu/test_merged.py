@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
 from tests.kernels.suite import MIXES as KINDS
 from tests.kernels.suite import case
 from tests.kernels.test_laid import after_shrink, check, even, four, laid, outputs, own_columns, whole
@@ -38,17 +37,6 @@ RANKS: dict[str, dict[str, Any]] = {
     "like a": {"r": {"q_proj": 16, "k_proj": 8, "v_proj": 5}, "targets": LINEARS},
 }
 MIXES: list[Names] = [NAMES, ["wide", "a", None, "b"], ["b", None, "b", "b"], [None] * 4, ["a"] * 4, ["wide"] * 4]
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    """float32 products in float32, not TF32; no memory kept for the next test."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def made(folder: Path, shape: str, dtype: torch.dtype, *names: str, way: str = "rows", **settings: Any) -> Trio:
