@@ -15,6 +15,7 @@ from . import torch_backend, torch_experts, torch_pairs
 
 TORCH, TRITON, TRITON_FIXED = "torch", "triton", "triton-fixed"
 Experts = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+MOST_SLICES = 4  # of one launch
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

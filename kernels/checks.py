@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .backends import MOST_SLICES
+
 
 def _must(condition: bool, what: str) -> None:
     if not condition:
@@ -90,9 +92,9 @@ def check_laid(both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor |
     _must(
         both.dim() == 3
         and both.shape[2] >= sum(sizes)
-        and len(sizes) == pieces <= 4
+        and len(sizes) == pieces <= MOST_SLICES
         and (slices is None) == (pieces == 1),
-        f"lora_expand_laid: both must be [R, T, at least {sum(sizes)}], with slices for 2 to 4 sizes, got "
+        f"lora_expand_laid: both must be [R, T, at least {sum(sizes)}], with slices for 2 to {MOST_SLICES} sizes, got "
         f"{tuple(both.shape)}, {len(sizes)} sizes and starts {tuple(starts.shape)}",
     )
     _must(

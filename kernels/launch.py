@@ -1,7 +1,7 @@
 """Launches of Triton kernels: on the right device, with a clear error where one cannot be built, and cheaply again.
 
-Triton's own launch looks at every argument to find the compiled kernel: 13 us of CPU on an H200's host. A `Launcher`
-keeps what it found, by what the kernel was specialised for.
+Triton's own launch looks at every argument to find the compiled kernel: 17 us of CPU on an H200's host, 4.5 of
+them for the launch itself. A `Launcher` keeps what it found, by what the kernel was specialised for.
 """
 
 from __future__ import annotations

@@ -54,26 +54,21 @@ def lora_expand_kernel(
     rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, LOOP: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LOOP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
-    ACROSS: the grid's first number is that of tiles of columns, so that programs that run together write whole rows.
     out, out_1, ...: of the slices, each [R, T, its columns]. PLANES: partial sums in h, `plane` elements apart, added
     in their order. OWN_COLUMNS: h has a column for every rank row of the pool, from column `shift` on, those of the
     slices interleaved; else column 0 of its slice's `max_rank` columns is the slot's first. STEPS: as in the shrink.
     PDL: it is launched while the kernel before it still runs, and reads what that one writes after the wait only.
     """
-    if ACROSS:
-        group, column_tile = tl.program_id(1), tl.program_id(0)
-    else:
-        group, column_tile = tl.program_id(0), tl.program_id(1)
-    slot, first, end = find_tile(group, offsets, rows, tokens, slots, SLOTS, BLOCK_M)
+    slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     if slot > slots:
         return
     token, live = tokens_of(order, first, end, tokens, BLOCK_M)
     for i in tl.static_range(LOOP):
-        tile = column_tile * LOOP + i
+        tile = tl.program_id(1) * LOOP + i
         piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N, EVEN)
         if piece < SLICES:
             expand_columns(

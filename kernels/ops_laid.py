@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
+from .backends import MOST_SLICES
 from .backends import backend as backend_named
 from .checks import check_laid
 from .ops import NAMESPACE, TABLES
@@ -43,7 +44,7 @@ def lora_expand_laid(
     flat = both.reshape(-1, columns)
     if flat.numel():
         tables = (row_slots, order, offsets, starts, ranks, slices, n, bound, even)
-        chosen.expand_laid(flat, rows, b, *tables)(flat, flat, *outs, *outs[:1] * (4 - len(outs)))
+        chosen.expand_laid(flat, rows, b, *tables)(flat, flat, *outs, *outs[:1] * (MOST_SLICES - len(outs)))
     return outs
 
 

@@ -14,13 +14,13 @@ import torch
 import triton
 from torch import Tensor
 
+from .backends import MOST_SLICES
 from .launch import Bound, Launcher, dependent_launch
 from .lora_expand import lora_expand_kernel
 from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
-MOST = 4  # slices of one launch
 # An expand of as few tokens gives each a program per FEW_BYTES of a row of B; beyond, those of one slot share B
 FEW, FEW_PER_SLOT, FEW_BYTES = 256, 2, 256
 NARROW = 64  # tokens per group up to which the smallest tile is used
@@ -36,7 +36,6 @@ class Tiles:
     block_n: int
     warps: int = 4
     loop: int = 1  # tiles of columns that one program of the expand writes
-    across: bool = False  # programs of the expand that follow each other write one row
 
 
 FIXED = Tiles(16, 16, 64, 64)
@@ -149,7 +148,8 @@ def _expand(
     device: torch.device,
 ) -> Launcher:  # fmt: skip
     """Cached, since an eager call has hundreds. width: columns of h. dtype: of b; the others are in the key since
-    Triton compiles for them."""
+    Triton compiles for them. early: it may be launched before the kernel before it on the stream has ended, which
+    wrote neither b nor tables."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
     if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
@@ -158,12 +158,11 @@ def _expand(
         "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale is not None,
         "BIAS": bias is not None,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "ACROSS": t.across, "EVEN": even,
+        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
         "PDL": early and dependent_launch(device),
     }  # fmt: skip
     columns = triton.cdiv(n, t.block_n) + pieces - 1
     grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
-    grid = (grid[1], grid[0], 1) if t.across else grid
     numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane)
     return Launcher(lora_expand_kernel, grid, numbers, constants, t.warps, 1)
 
@@ -171,15 +170,12 @@ def _expand(
 def expand(
     y: Tensor, h: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
     slices: Tensor | None = None, scale: Tensor | None = None, bias: Tensor | None = None, own_columns: bool = False,
-    *, fixed: bool = False, early: bool = False,
+    *, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See `ops.lora_expand`.
-
-    early: it may be launched before the kernel before it on the stream has ended, which wrote neither b nor tables.
-    """
+    """See `ops.lora_expand`."""
     (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
-    if pieces > MOST:
-        raise ValueError(f"lora_expand: Triton takes at most {MOST} slices, got {pieces}")
+    if pieces > MOST_SLICES:
+        raise ValueError(f"lora_expand: Triton takes at most {MOST_SLICES} slices, got {pieces}")
     shape = (rows, tokens, n) if slices is None else (rows * tokens * n,)
     out = torch.empty(shape, dtype=y.dtype, device=y.device)
     if not out.numel():
@@ -195,7 +191,7 @@ def expand(
     run = _expand(
         rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, y.dtype, h.dtype, b.dtype,
         precision(b.dtype), own_columns, None if scale is None else scale.dtype, None if bias is None else bias.dtype,
-        False, fixed, early, y.device,
+        False, fixed, False, y.device,
     )  # fmt: skip
     run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
     return out
@@ -253,4 +249,4 @@ def expand_parts(
 
 def _four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The kernels' parameters out ... out_3, of which they use as many as there are slices."""
-    return (*outs, *[outs[0]] * (MOST - len(outs)))
+    return (*outs, *[outs[0]] * (MOST_SLICES - len(outs)))

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .merged import MOST, Merged
+from ..kernels.backends import MOST_SLICES
+from .merged import Merged
 from .plain import can_lay, plain_call
 from .slots import ModuleSlots
 
@@ -131,7 +132,7 @@ def prepare(members: Sequence[Member]) -> bool:
         if wasteful or any(slots.alone for _, slots in alike):
             for _, slots in alike:
                 slots.alone = True
-        size = 1 if alike[0][1].alone else MOST
+        size = 1 if alike[0][1].alone else MOST_SLICES
         for part in [alike[i : i + size] for i in range(0, len(alike), size)]:
             merged = part[0][1].merged
             if merged is None or not merged.whole or merged.members != tuple(part):

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..kernels.backends import MOST_SLICES
 from ..pool import fixed
 from .joint import Joint
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE
 from .slots import ModuleSlots, dense_tokens
 from .traced import expand_plainly, expand_traced
-
-MOST = 4  # linears that one launch serves
 
 
 class Step(NamedTuple):
@@ -263,7 +262,7 @@ class Merged:
         if y.numel():
             a = self.buffer[self.n :]
             h = backend.shrink(rows.to(a.dtype), a, *tables, joint.bound, early=True)
-            four = [*outs, *outs[:1] * (MOST - len(outs))]
+            four = [*outs, *outs[:1] * (MOST_SLICES - len(outs))]
             backend.expand_parts(y, h, four, self.b, *tables, self.slices, self.even)  # type: ignore[misc]
         return outs  # type: ignore[return-value]
 
@@ -274,7 +273,7 @@ class Merged:
 
     def _expand(self, step: Step, both: Tensor) -> list[Tensor | None]:
         outs = [both.new_empty(shape) for shape in step.outs]
-        step.launch(both, both, *outs, *outs[:1] * (MOST - len(outs)))
+        step.launch(both, both, *outs, *outs[:1] * (MOST_SLICES - len(outs)))
         return outs  # type: ignore[return-value]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from ..kernels import ops_laid  # noqa: F401 (registers the operation)
 from ..kernels.backends import Backend
 from ..kernels.torch_backend import expand_gated, expand_own
-from ..pool import RowTables
+from ..pool import Layout, RowTables
+from .slots import ModuleSlots
 
 if TYPE_CHECKING:
     from .joint import Joint
@@ -27,26 +29,26 @@ def expand_traced(merged: Merged, both: Tensor, table: RowTables, joint: Joint, 
         outs: list[Tensor] = torch.ops.hf_multilora.lora_expand_laid(both, merged.b, *tables, *rest)
         return outs
     base, slot = table.row_slots < 0, table.row_slots.clamp(min=0).long()
-    outs = []
-    for i, (_, slots) in enumerate(merged.members):
-        y, layout = both[..., merged.edges[i] : merged.edges[i + 1]], slots.layout
-        if layout is None:
-            outs.append(y.contiguous())
-            continue
-        h = both[..., merged.n + i :: len(merged.members)][..., : slots.b_used.shape[0]]
+
+    def expand(slots: ModuleSlots, layout: Layout, y: Tensor, h: Tensor) -> Tensor:
         ranks = layout.ranks[0][slot].masked_fill(base, 0)
-        outs.append(expand_own(y, h, slots.b_used, layout.starts[0][slot], ranks, layout.no_rows.shape[1]))
-    return outs
+        return expand_own(y, h, slots.b_used, layout.starts[0][slot], ranks, layout.no_rows.shape[1])
+
+    return _of_each(merged, both, expand)
 
 
 def expand_plainly(merged: Merged, both: Tensor) -> list[Tensor]:
     """As `expand_traced`, with the rank rows of all slots: with gradients, and for the torch backend."""
+    return _of_each(merged, both, lambda slots, layout, y, h: expand_gated(y, h, slots.b_used, layout.closed))
+
+
+def _of_each(
+    merged: Merged, both: Tensor, expand: Callable[[ModuleSlots, Layout, Tensor, Tensor], Tensor]
+) -> list[Tensor]:
+    """expand: of a member with its layout, y [R, T, n] and h [R, T, w]; one without rank rows keeps y."""
     outs, count = [], len(merged.members)
     for i, (_, slots) in enumerate(merged.members):
-        y = both[..., merged.edges[i] : merged.edges[i + 1]]
-        if slots.layout is None:
-            outs.append(y.contiguous())
-        else:
-            h = both[..., merged.n + i :: count][..., : slots.b_used.shape[0]]
-            outs.append(expand_gated(y, h, slots.b_used, slots.layout.closed))
+        y, layout = both[..., merged.edges[i] : merged.edges[i + 1]], slots.layout
+        h = both[..., merged.n + i :: count][..., : slots.b_used.shape[0]]
+        outs.append(y.contiguous() if layout is None else expand(slots, layout, y, h))
     return outs
