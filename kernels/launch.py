@@ -60,12 +60,20 @@ def _broken(kernel: Any, error: Exception) -> KernelError:
     )
 
 
-class Launcher:
-    """One kernel with its grid, numbers and constants, for tensors of one kind on one device.
+Kind = tuple[tuple[torch.dtype, bool] | None, ...]  # for each pointer
 
-    numbers, constants: in the order of the kernel's parameters, after its pointers. Where a kernel is looked up again
-    only what Triton specialises for can differ: whether addresses are multiples of 16. Whoever keeps a launcher keys it
-    by the dtypes and the device too.
+
+def kind_of(pointers: Sequence[Tensor | None], addresses: Sequence[int | None]) -> Kind:
+    return tuple(
+        [None if t is None else (t.dtype, not at & 15) for t, at in zip(pointers, addresses, strict=True)]  # type: ignore[operator]
+    )
+
+
+class Launcher:
+    """One kernel with its grid, numbers and constants, for one device.
+
+    numbers, constants: in the order of the kernel's parameters, after its pointers. What was compiled is kept by what
+    else Triton specialises for: dtypes, and whether addresses are multiples of 16.
     """
 
     def __init__(
@@ -82,12 +90,12 @@ class Launcher:
             {"launch_pdl": True} if constants.get("PDL") else {}
         )
         self.rest = (*numbers, *constants.values())
-        self.compiled: dict[tuple[bool | None, ...], Any] = {}
+        self.compiled: dict[Kind, Any] = {}
 
     def __call__(self, *pointers: Tensor | None) -> None:
         """Raises as `launch` does."""
         addresses = [None if t is None else t.data_ptr() for t in pointers]
-        kind = tuple([None if a is None else not a & 15 for a in addresses])
+        kind = kind_of(pointers, addresses)
         compiled, device = self.compiled.get(kind), pointers[0].get_device()  # type: ignore[union-attr]
         if compiled is not None and device == torch.cuda.current_device():
             self.again(compiled, device, addresses)
@@ -110,13 +118,12 @@ class Launcher:
 
 
 class Bound:
-    """A launcher with its last pointers, which stay where they are."""
+    """A launcher with its last pointers, which stay where they are. The first ones have the same dtypes each time."""
 
     def __init__(self, launcher: Launcher, *last: Tensor | None) -> None:
         self.launcher, self.last = launcher, last
         self.addresses = [None if t is None else t.data_ptr() for t in last]
-        kinds = [None if a is None else not a & 15 for a in self.addresses]
-        self.kinds = tuple(kinds)
+        self.kind = kind_of(last, self.addresses)
         self.compiled: Any = None  # for aligned first pointers, as those of new tensors are
 
     def __call__(self, *first: Tensor) -> None:
@@ -128,6 +135,6 @@ class Bound:
         device = first[0].get_device()
         if odd & 15 or self.compiled is None or device != torch.cuda.current_device():
             self.launcher(*first, *self.last)
-            self.compiled = self.launcher.compiled.get((*[True] * len(first), *self.kinds))
+            self.compiled = self.launcher.compiled.get((*[(t.dtype, True) for t in first], *self.kind))
         else:
             self.launcher.again(self.compiled, device, addresses + self.addresses)

@@ -143,20 +143,17 @@ def shrink(
 @functools.lru_cache(maxsize=4096)
 def _expand(
     rows: int, tokens: int, n: int, slots: int, pieces: int, width: int, stride: int, stride_h: int, shift: int,
-    plane: int, planes: int, y_dtype: torch.dtype, h_dtype: torch.dtype, dtype: torch.dtype, exact: str,
-    own_columns: bool, scale: torch.dtype | None, bias: torch.dtype | None, even: bool, fixed: bool, early: bool,
-    device: torch.device,
+    plane: int, planes: int, dtype: torch.dtype, exact: str, own_columns: bool, scale: bool, bias: bool, even: bool,
+    fixed: bool, early: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
-    """Cached, since an eager call has hundreds. width: columns of h. dtype: of b; the others are in the key since
-    Triton compiles for them. early: it may be launched before the kernel before it on the stream has ended, which
-    wrote neither b nor tables."""
+    """Cached, since an eager call has hundreds. width: columns of h. dtype: of b. early: it may be launched
+    before the kernel before it on the stream has ended, which wrote neither b nor tables."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
     if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
         t = LONG if rows * tokens >= MANY else replace(LONG, loop=2 if t.block_m > 16 else 1)
     constants = {
-        "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale is not None,
-        "BIAS": bias is not None,
+        "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
         "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
         "PDL": early and dependent_launch(device),
@@ -189,9 +186,8 @@ def expand(
     if together != 1 or stride_r != tokens * stride_h:
         h, stride_h, plane = h.contiguous(), width, rows * tokens * width
     run = _expand(
-        rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, y.dtype, h.dtype, b.dtype,
-        precision(b.dtype), own_columns, None if scale is None else scale.dtype, None if bias is None else bias.dtype,
-        False, fixed, False, y.device,
+        rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, b.dtype,
+        precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, False, y.device,
     )  # fmt: skip
     run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
     return out
@@ -199,8 +195,8 @@ def expand(
 
 @functools.lru_cache(maxsize=4096)
 def _expand_rows(
-    count: int, tokens: int, n: int, slots: int, pieces: int, stride: int, bound: int, y_dtype: torch.dtype,
-    dtype: torch.dtype, even: bool, device: torch.device,
+    count: int, tokens: int, n: int, slots: int, pieces: int, stride: int, bound: int, dtype: torch.dtype,
+    even: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
     """count: R * T. bound: of the ranks."""
     block_r = min(triton.next_power_of_2(bound), 32)
@@ -224,12 +220,12 @@ def expand_laid(
     (count, columns), (pieces, slots) = both.shape, starts.shape
     if count <= min(FEW, FEW_PER_SLOT * slots):
         each = _expand_rows(
-            count, count // rows, n, slots, pieces, columns, bound, both.dtype, b.dtype, even, both.device
+            count, count // rows, n, slots, pieces, columns, bound, b.dtype, even, both.device
         )  # fmt: skip
         return Bound(each, b, row_slots, starts, ranks, slices)
     run = _expand(
-        rows, count // rows, n, slots, pieces, columns - n, columns, columns, n, 0, 1, both.dtype, both.dtype, b.dtype,
-        precision(b.dtype), True, None, None, even, False, True, both.device,
+        rows, count // rows, n, slots, pieces, columns - n, columns, columns, n, 0, 1, b.dtype,
+        precision(b.dtype), True, False, False, even, False, True, both.device,
     )  # fmt: skip
     return Bound(run, b, order, offsets, starts, ranks, slices, None, None)
 
@@ -241,8 +237,8 @@ def expand_parts(
     """`expand` after a `shrink` into four outputs, those of the slices: y [R, T, N], h [Z, R, T, L * max_rank]."""
     (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
     run = _expand(
-        rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, y.dtype, h.dtype, b.dtype,
-        precision(b.dtype), False, None, None, even, False, True, y.device,
+        rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, b.dtype,
+        precision(b.dtype), False, False, False, even, False, True, y.device,
     )  # fmt: skip
     run(y, h, *outs, b, order, offsets, starts, ranks, slices, None, None)
 

@@ -104,7 +104,7 @@ def shrink(
     tile = tile or _choose(SHRINK, n, ranks.shape[0], fixed)
     x = x if x.stride(1) == 1 else x.contiguous()
     given = (n, k, max_rank, x.dtype, precision(x.dtype), source is not None, fixed, tile)
-    _launcher(SHRINK, given, x.stride(0), (a.dtype, keys.dtype), x.device)(x, a, h, begins, ranks, keys, source)
+    _launcher(SHRINK, given, x.stride(0), x.device)(x, a, h, begins, ranks, keys, source)
     return h
 
 
@@ -144,16 +144,13 @@ def expand(
     out = y if y.stride(1) == 1 else y.contiguous()
     into = out[:, first:] if first else out
     given = (n, width, max_rank, b.dtype, precision(b.dtype), source is not None, fixed, tile)
-    run = _launcher(EXPAND, given, out.stride(0), (y.dtype, h.dtype, keys.dtype), y.device)
-    run(into, h, b, begins, ranks, keys, source)
+    _launcher(EXPAND, given, out.stride(0), y.device)(into, h, b, begins, ranks, keys, source)
     return y if out is y else y.copy_(out)
 
 
 @functools.lru_cache(maxsize=4096)
-def _launcher(
-    op: str, given: tuple[Any, ...], stride: int, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> Launcher:
-    """Of a shrink or an expand. given: of the plan. dtypes, device: Triton compiles for each."""
+def _launcher(op: str, given: tuple[Any, ...], stride: int, device: torch.device) -> Launcher:
+    """Of a shrink or an expand. given: of the plan."""
     kernel, programs, blocks, constants = (_shrink_plan if op == SHRINK else _expand_plan)(*given)
     (n, width, max_rank, *_), tile = given, given[-1]
     numbers = (*([n] if tile.block_m > 1 else []), width, max_rank, blocks, stride)
@@ -186,17 +183,16 @@ def combine(
     tile = tile or TILES[COMBINE, FEW if tokens * choices <= FEW_PAIRS else MANY]
     y = y if y.stride(1) == 1 else y.contiguous()
     strides = (y.stride(0), weights.stride(0), weights.stride(1))
-    dtypes = (y.dtype, places.dtype, weights.dtype, dtype)
-    _combiner(tokens, width, choices, tile, strides, dtypes, y.device)(y, places, weights, out)
+    _combiner(tokens, width, choices, tile, strides, y.dtype, y.device)(y, places, weights, out)
     return out
 
 
 @functools.lru_cache(maxsize=4096)
 def _combiner(
-    tokens: int, width: int, choices: int, tile: Tile, strides: tuple[int, int, int], dtypes: tuple[torch.dtype, ...],
+    tokens: int, width: int, choices: int, tile: Tile, strides: tuple[int, int, int], dtype: torch.dtype,
     device: torch.device,
 ) -> Launcher:  # fmt: skip
-    tiles, constants = _combine_plan(width, choices, dtypes[0], tile)
+    tiles, constants = _combine_plan(width, choices, dtype, tile)
     return _made(experts_combine_kernel, tokens * tiles, (width, tiles, *strides), constants)
 
 

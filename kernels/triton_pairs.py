@@ -21,14 +21,12 @@ def pair_keys(index: Tensor, row_slots: Tensor, slots: int, count: int, dtype: t
     index, n = index.contiguous(), index.numel()
     keys = torch.empty(n, dtype=dtype, device=index.device)
     if n:
-        _namer(n, n // row_slots.shape[0], slots, count, (index.dtype, dtype), index.device)(index, row_slots, keys)
+        _namer(n, n // row_slots.shape[0], slots, count, index.device)(index, row_slots, keys)
     return keys
 
 
 @functools.lru_cache(maxsize=4096)
-def _namer(
-    n: int, per_row: int, slots: int, count: int, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> Launcher:
+def _namer(n: int, per_row: int, slots: int, count: int, device: torch.device) -> Launcher:
     return Launcher(
         pair_keys_kernel, (triton.cdiv(n, BLOCK), 1, 1), (n, per_row, slots, count), {"BLOCK": BLOCK}, WARPS, STAGES
     )

@@ -71,7 +71,7 @@ def compiled_rows(target: int, dtype: str) -> dict[str, Any]:
         TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}") | {"row_slots": "*i32"}
     )
     for bound, pieces, even in ((16, 3, True), (64, 1, True), (8, 2, False)):
-        made = _expand_rows(8, 1, 6144, 8, pieces, 6528, bound, kind, kind, even, torch.device("cpu"))
+        made = _expand_rows(8, 1, 6144, 8, pieces, 6528, bound, kind, even, torch.device("cpu"))
         constants = made.constants | {"PDL": target >= 90}
         pointers = data | ({"slices": "*i64"} if pieces > 1 else {})
         if pieces == 1:

@@ -92,6 +92,18 @@ def test_alignment_is_part_of_what_is_kept(compiled: list[Compiled]) -> None:
     assert len(compiled) == 4 and [len(one.runs) for one in compiled] == [1, 1, 0, 0]
 
 
+def test_dtypes_are_part_of_what_is_kept(compiled: list[Compiled]) -> None:
+    run, (x, y) = launcher(), tensors(2)
+    for pointers in ((x, y), (x, y.long()), (x.half(), y), (y, x), (y, x.long())):
+        run(*pointers)
+    assert [len(one.runs) for one in compiled] == [1, 1, 0]
+    for last in (y, y.long()):
+        bound = launch.Bound(run, last)
+        bound(x)
+        bound(y)
+    assert [len(one.runs) for one in compiled] == [3, 3, 0]
+
+
 def test_another_device_is_launched_in_full(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
     run, (x, y) = launcher(), tensors(2)
     run(x, y)
