@@ -50,7 +50,7 @@ def of_slice(piece, out, out_1, out_2, out_3, SLICES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_kernel(
-    y, h, out, out_1, out_2, out_3, b, order, offsets, starts, ranks, slices, scale, bias,
+    h, y, out, out_1, out_2, out_3, b, order, offsets, starts, ranks, slices, scale, bias,
     rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
@@ -103,7 +103,8 @@ def expand_columns(
     some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    before = tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0)
+    if y is not None:
+        before = tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0)
     plane = tl.cast(plane, tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for low in range(0, r, BLOCK_R * STEPS):
@@ -118,7 +119,8 @@ def expand_columns(
             at += BLOCK_R
             some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
         total = total + part if STEPS > 1 else part
-    total += before.to(tl.float32)
+    if y is not None:
+        total += before.to(tl.float32)
     if SCALE:
         factor = tl.load(scale + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=1.0)
         total *= factor.to(tl.float32)[None, :]

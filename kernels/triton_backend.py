@@ -189,7 +189,7 @@ def expand(
         rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, b.dtype,
         precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, False, y.device,
     )  # fmt: skip
-    run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
+    run(h, y, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
     return out
 
 
@@ -213,7 +213,7 @@ def expand_laid(
     ranks: Tensor, slices: Tensor | None, n: int, bound: int, even: bool,
 ) -> Bound:  # fmt: skip
     """What expands such both = [y | h], [R * T, n + P * L], as a matmul that was just launched gives it: to be called
-    with y = both, h = both and four outputs, those of the slices, again and again while the tables stay where they are.
+    with h = both, y = both and four outputs, those of the slices, again and again while the tables stay where they are.
 
     row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16.
     """
@@ -240,7 +240,7 @@ def expand_parts(
         rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, b.dtype,
         precision(b.dtype), False, False, False, even, False, True, y.device,
     )  # fmt: skip
-    run(y, h, *outs, b, order, offsets, starts, ranks, slices, None, None)
+    run(h, y, *outs, b, order, offsets, starts, ranks, slices, None, None)
 
 
 def _four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ def scaling_of(rank: int) -> float:
 
 def register(model: Any, name: str, pairs: Pairs, scaling: float) -> None:
     """An adapter from memory, without a file: it stays in host memory."""
-    factors = {path: LoraFactors(a, b, scaling) for path, (a, b) in pairs.items()}
+    factors = {path: LoraFactors(a.cpu(), b.cpu(), scaling) for path, (a, b) in pairs.items()}
     model._multilora.register(name, Adapter(name, name, None, factors), None, replace=False)
 
 
