@@ -10,7 +10,7 @@ from .lora_expand import find_columns, of_slice
 
 @triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_rows_kernel(
-    h, y, out, out_1, out_2, out_3, b, row_slots, starts, ranks, slices,
+    y, h, out, out_1, out_2, out_3, b, row_slots, starts, ranks, slices,
     tokens, n, slots, stride, shift,
     SLICES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

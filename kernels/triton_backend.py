@@ -20,7 +20,9 @@ from .lora_expand import lora_expand_kernel
 from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
-MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
+MANY = 1 << 12  # tokens of a call from which a program of the expand writes more columns
+# Tokens of a call up to which a kernel is launched before the end of the one before; beyond, it would be in the way
+SHORT = 1 << 8
 # An expand of as few tokens gives each a program per FEW_BYTES of a row of B; beyond, those of one slot share B
 FEW, FEW_PER_SLOT, FEW_BYTES = 256, 2, 256
 NARROW = 64  # tokens per group up to which the smallest tile is used
@@ -39,7 +41,8 @@ class Tiles:
 
 
 FIXED = Tiles(16, 16, 64, 64)
-LONG = Tiles(16, 16, 128, 256, loop=4)
+LOW = Tiles(16, 16, 128, 256)  # of low ranks: little to multiply, what counts is the order of reads and writes
+LONG = replace(LOW, loop=4)
 
 
 @functools.cache
@@ -113,7 +116,7 @@ def _shrink(
     constants = {
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_K": t.block_k,
         "EVEN_K": k % block == 0, "STEPS": steps(dtype), "PRECISION": exact, "SLICES": pieces,
-        "PDL": early and dependent_launch(device),
+        "PDL": early and rows * tokens <= SHORT and dependent_launch(device),
     }  # fmt: skip
     numbers = (rows, tokens, k, slots, max_rank, blocks, chunk, stride, stride_a, width, rows * tokens * width)
     return Launcher(lora_shrink_kernel, (count, pieces * blocks, split), numbers, constants, t.warps, 3)
@@ -150,17 +153,17 @@ def _expand(
     before the kernel before it on the stream has ended, which wrote neither b nor tables."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
-    if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
-        t = LONG if rows * tokens >= MANY else replace(LONG, loop=2 if t.block_m > 16 else 1)
+    if bound <= 16 and dtype.itemsize == 2 and not fixed:
+        t = LONG if rows * tokens >= MANY else LOW
     constants = {
         "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
         "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
-        "PDL": early and dependent_launch(device),
+        "PDL": early and rows * tokens <= SHORT and dependent_launch(device),
     }  # fmt: skip
-    columns = triton.cdiv(n, t.block_n) + pieces - 1
-    grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
-    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane)
+    across = triton.cdiv(triton.cdiv(n, t.block_n) + pieces - 1, t.loop)
+    grid = (tile_bound(rows, tokens, groups, t.block_m) * across, 1, 1)
+    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane, across)
     return Launcher(lora_expand_kernel, grid, numbers, constants, t.warps, 1)
 
 
@@ -189,7 +192,7 @@ def expand(
         rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, b.dtype,
         precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, False, y.device,
     )  # fmt: skip
-    run(h, y, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
+    run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
     return out
 
 
@@ -213,7 +216,7 @@ def expand_laid(
     ranks: Tensor, slices: Tensor | None, n: int, bound: int, even: bool,
 ) -> Bound:  # fmt: skip
     """What expands such both = [y | h], [R * T, n + P * L], as a matmul that was just launched gives it: to be called
-    with h = both, y = both and four outputs, those of the slices, again and again while the tables stay where they are.
+    with y = both, h = both and four outputs, those of the slices, again and again while the tables stay where they are.
 
     row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16.
     """
@@ -240,7 +243,7 @@ def expand_parts(
         rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, b.dtype,
         precision(b.dtype), False, False, False, even, False, True, y.device,
     )  # fmt: skip
-    run(h, y, *outs, b, order, offsets, starts, ranks, slices, None, None)
+    run(y, h, *outs, b, order, offsets, starts, ranks, slices, None, None)
 
 
 def _four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
