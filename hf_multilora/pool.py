@@ -119,21 +119,25 @@ class Layout:
     owner  int32 [P]        slot that owns the rank row, or FREE
     starts int32 [1, slots] first rank row of the slot
     ranks  int32 [1, slots] rank of the slot in these modules, 0 where it has none
-    gated: closed bool [R, P] True where the rank row is not the batch row's
+    gated: closed bool [R, w] True where the rank row is not the batch row's, of the occupied prefix; shut [R, P] of all
     not gated: own int64 [2, R] first rank row and rank of each batch row's slot, both 0 for the base;
            widest           the largest rank of a row's slot; whole: every row's slot has rank rows
     experts: each int32 [2, (experts + 1) * (slots + 1)] first rank row and rank by expert * (slots + 1) + slot; the
            last expert (what another device holds) and the last slot (the base) have none. parts: slot -> each one's
     no_rows      [0, bound] its shape tells traced code an upper bound of the ranks
+    most                    an upper bound of all ranks that may come: a graph that is captured must serve them
     table                   the rows of the call in force, on this device
-    Tables keep their addresses while the layout is in use: `take` writes new spans into them, `write` the rows.
+    Tables keep their addresses while the layout is in use: `take` writes new spans into them, `write` the rows, and
+    `reach` says how much of the pool is occupied.
     """
 
     def __init__(
-        self, width: int, bound: int, slots: int, device: torch.device, gated: bool = True, experts: int | None = None
-    ) -> None:
-        self.width, self.bound, self.device, self.gated, self.experts = width, bound, device, gated, experts
-        owned, wide = (width if gated else 0), -(-(slots + 1) // 4) * 4  # aligned to 16 bytes
+        self, capacity: int, bound: int, slots: int, device: torch.device, gated: bool = True,
+        experts: int | None = None, most: int | None = None,
+    ) -> None:  # fmt: skip
+        """capacity: P. most: None where nothing but the ranks that are there is known."""
+        self.capacity, self.device, self.gated, self.experts, self._most = capacity, device, gated, experts, most
+        owned, wide = (capacity if gated else 0), -(-(slots + 1) // 4) * 4  # aligned to 16 bytes
         self.tables = torch.zeros(owned + 2 * wide, dtype=torch.int32, device=device)
         self.owner, both = self.tables.split([owned, 2 * wide])
         self.both = both.view(2, wide)  # the last column is the base's: no rank rows
@@ -144,20 +148,37 @@ class Layout:
         begins, ranks = self.both.unbind()
         of_keys, ranks_of_keys = self.each.unbind()
         self.key_tables = (begins, ranks), (of_keys, ranks_of_keys)  # by slot, by key: views, made once
-        self.closed = torch.ones(0, width if gated else 0, dtype=torch.bool, device=device)
+        self.shut = self.closed = torch.ones(0, owned, dtype=torch.bool, device=device)
         self.own = torch.zeros(2, 0, dtype=torch.int64, device=device)
         fixed(self.owner, self.starts, self.ranks, self.each, begins, ranks, of_keys, ranks_of_keys)
-        self.kept: dict[int, torch.Tensor] = {}  # `closed` or `own` by the number of rows
-        self.no_rows = torch.empty(0, bound)
+        self.kept: dict[int, torch.Tensor] = {}  # `shut` or `own` by the number of rows
         self.table: RowTables | None = None
         self.single: dict[int, RowTables] = {}
         self.live, self.whole, self.widest = False, False, 0
         self._chunks: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.reach(owned, bound)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made anew, as pickle does not keep that tables are views of one buffer; a copy has no rows in force."""
-        made = self.width, self.bound, self.starts.shape[1], self.device, self.gated, self.experts
-        return _layout, (made, self.spans, self.parts)
+        made = self.capacity, self.bound, self.starts.shape[1], self.device, self.gated, self.experts, self._most
+        return _layout, (made, self.width, self.spans, self.parts)
+
+    def reach(self, width: int, bound: int) -> None:
+        """The occupied prefix is `width` rank rows wide, its ranks are at most `bound`."""
+        self.width, self.bound = width, bound
+        self.most = max(bound, self._most or 0)
+        self.no_rows = torch.empty(0, bound)
+        self._cut()
+
+    def _cut(self) -> None:
+        self.closed = self.shut[:, : self.width]
+        fixed(self.closed)
+
+    def afresh(self) -> None:
+        """The rows to come are written to new tensors."""
+        self.kept.clear()
+        self.own, self.shut = self.own[:, :0], self.shut[:0]
+        self._cut()
 
     def take(self, spans: Mapping[int, tuple[int, int]], parts: Mapping[int, tuple[int, ...]] | None = None) -> None:
         """Slot -> (first rank row, r), and for experts the rank of each; written by one copy each."""
@@ -188,22 +209,23 @@ class Layout:
         self.live = not present.isdisjoint(self.spans)
         self.whole = present <= self.spans.keys()
         self.widest = max((self.spans[slot][1] for slot in present if slot in self.spans), default=0)
-        rows, now = table.row_slots.shape[0], self.closed if self.gated else self.own.t()
+        rows, now = table.row_slots.shape[0], self.shut if self.gated else self.own.t()
         if now.shape[0] != rows:
             fresh = self.kept.get(rows)
             if fresh is None and self.gated:
-                fresh = torch.empty(rows, self.width, dtype=torch.bool, device=self.device)
+                fresh = torch.empty(rows, self.capacity, dtype=torch.bool, device=self.device)
             elif fresh is None:
                 fresh = torch.empty(2, rows, dtype=torch.int64, device=self.device)
             fixed(fresh)
             if keep:
                 self.kept[rows] = fresh
             if self.gated:
-                self.closed = fresh
+                self.shut = fresh
+                self._cut()
             else:
                 self.own = fresh
         if self.gated:
-            torch.ne(self.owner, table.row_slots[:, None], out=self.closed)
+            torch.ne(self.owner, table.row_slots[:, None], out=self.shut)
         else:
             at = table.row_slots.long().remainder(self.both.shape[1])  # BASE, -1, is the last column
             self.own.copy_(self.both.index_select(1, at))
@@ -219,7 +241,7 @@ class Layout:
             with torch.inference_mode(False):  # calls with gradients keep them
                 spans = torch.tensor([self.spans.get(slot, (0, 0)) for slot in slots[::size]])  # [C, 2]
                 columns = torch.arange(self.widest)
-                rows, shut = (spans[:, :1] + columns).clamp(max=self.width - 1), columns >= spans[:, 1:]
+                rows, shut = (spans[:, :1] + columns).clamp(max=self.capacity - 1), columns >= spans[:, 1:]
                 self._chunks = rows.to(self.device), shut.to(self.device) if shut.any() else None
         return self._chunks
 
@@ -235,10 +257,9 @@ class Layout:
 
 
 def _layout(
-    made: tuple[int, int, int, torch.device, bool, int | None],
-    spans: Mapping[int, tuple[int, int]],
-    parts: Mapping[int, tuple[int, ...]],
+    made: tuple[Any, ...], width: int, spans: Mapping[int, tuple[int, int]], parts: Mapping[int, tuple[int, ...]]
 ) -> Layout:
     layout = Layout(*made)
+    layout.reach(width, layout.bound)
     layout.take(spans, parts)
     return layout

@@ -96,9 +96,14 @@ class Residency(Filling):
                 width = bucket(max(start + r for start, r in spans.values()), capacity) if gated else 0
                 bound = max(max(each[slot]) if each else r for slot, (_, r) in spans.items())
                 bound = bucket(bound) if gated else bound  # of saved heads: what traced calls pad logits to
-                fits = layout is not None and (layout.width, layout.device) == (width, device) and layout.bound >= bound
+                rows = capacity if gated else 0
+                fits = layout is not None and (layout.capacity, layout.device) == (rows, device)
                 if layout is None or not fits or any(layout is other for other in layouts):
-                    layout = Layout(width, bound, self.config.max_loras, device, gated, experts)
+                    most = self.config.max_lora_rank if gated or experts is not None else None  # heads have other ranks
+                    most = None if most is None else bucket(most)
+                    layout = Layout(rows, bound, self.config.max_loras, device, gated, experts, most)
+                if (layout.width, layout.bound) != (width, max(bound, layout.bound)):
+                    layout.reach(width, max(bound, layout.bound))
                 layout.take(spans, each)
                 layouts.append(layout)
                 for slots in members:

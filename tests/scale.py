@@ -190,8 +190,8 @@ class Life:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a process holds. tensors: live ones, but for those of host copies, layouts, tables of rows and
-    the views that modules keep of their spans and staging of its buffer."""
+    """What a process holds. tensors: live ones, but for those of host copies, layouts (some for each number of rows),
+    tables of rows, and the views that modules keep of their spans and staging of its buffer."""
 
     rss: int
     tensors: int
@@ -213,6 +213,7 @@ class Marks:
         tensors -= sum(2 * len(site.views) for site in kinds[ModuleSlots])
         tensors -= sum(1 + len(staging.views) for staging in kinds[Staging])
         tensors -= sum(sum(t is not None for t in layout._chunks or ()) for layout in kinds[Layout])
+        tensors -= sum(len({id(t) for t in (x.shut, x.own, *x.kept.values())}) for x in kinds[Layout])
         tensors -= sum(held * len(kinds[kind]) for kind, held in TENSORS.items())
         counts = {kind.__name__: len(found) for kind, found in kinds.items()}
         proc, files, mapped = Path("/proc/self"), None, None

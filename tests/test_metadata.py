@@ -109,6 +109,37 @@ def test_layouts_keep_their_addresses_while_adapters_come_and_go(family: Family)
     assert {s.layout.spans[0][1] for _, s in model._multilora.sites.values()} == {5}, "control: b is in the slot"
 
 
+def test_a_captured_call_covers_the_whole_pool(
+    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is loaded later has its rank rows beyond those that are occupied now, and may have a larger rank."""
+    model, names = family.model("a", "b", max_loras=9, max_lora_rank=20), ["a", None]
+    routing, before = model._multilora.routing, logits(model, ids(2), ["a", None])
+    sites = [slots for _, slots in model._multilora.sites.values()]
+    seen: list[tuple[int, ...]] = []
+    for slots in sites:
+        covered = slots.covered
+        monkeypatch.setattr(slots, "covered", lambda f=covered: seen.append(tuple(map(len, f()[:2]))) or f())
+    assert {slots.layout.width for slots in sites} == {16} and {slots.bound() for slots in sites} == {16}
+    with monkeypatch.context() as capturing:
+        capturing.setattr(routing, "on_cuda", True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        torch.testing.assert_close(logits(model, ids(2), names), before)
+        with model.adapters(names):
+            routing.enter(2)
+            assert {slots.bound() for slots in sites} == {32}
+            covers = {tuple(map(len, slots.covered())) for slots in sites}
+    assert covers == {(192, 192, 2)} and set(seen) == {(192, 192)}, "9 slots of rank 20, in multiples of 16"
+    moves, layouts = routing.moves, {id(slots.layout) for slots in sites}
+    for i in range(4):
+        model.load_adapter(str(family.paths["b"]), f"b{i}")
+    logits(model, ids(5), ["b0", "b1", "b2", "b3", "b"])
+    assert {slots.layout.width for slots in sites} == {32}, "control: more of the pool is occupied now"
+    assert routing.moves == moves and {id(slots.layout) for slots in sites} == layouts
+    logits(model, ids(2), names)
+    assert "capture it again" not in caplog.text
+
+
 def test_a_capture_that_no_longer_holds_is_told_once(family: Family, caplog: pytest.LogCaptureFixture) -> None:
     model, told = family.model("a", "c", max_loras=2), "capture it again"
     routing = model._multilora.routing

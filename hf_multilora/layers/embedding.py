@@ -43,10 +43,11 @@ class LoraEmbedding(AdaptedLayer, kind="embedding"):
         delta = torch.zeros(*rows.shape, slots.out_features, dtype=slots.b.dtype, device=y.device)
         tracing = torch.compiler.is_compiling()
         if tracing or backend.name != TORCH or rows.numel() <= slots.dense_tokens:
-            columns = slots.a_used.index_select(1, rows.flatten())  # [w, R * T]
+            a, b, closed = slots.covered()
+            columns = a.index_select(1, rows.flatten())  # [w, R * T]
             h = columns.t().reshape(*rows.shape, columns.shape[0])  # [R, T, w]
             if backend.name == TORCH or (tracing and not backend.fixed):
-                delta = expand_gated(delta, h, slots.b_used, layout.closed)
+                delta = expand_gated(delta, h, b, closed)
             elif tracing:
                 rest = (None, None, None, True, backend.name)  # no slices, scale or bias; own columns
                 delta = torch.ops.hf_multilora.lora_expand(delta, h[None], slots.b, *tables, *rest)

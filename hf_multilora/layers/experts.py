@@ -205,7 +205,7 @@ def combine(self: Any, y: Tensor, pairs: Pairs, weights: Tensor, dtype: torch.dt
 def shrink(slots: ExpertSlots, x: Tensor, keys: Tensor, source: Tensor | None) -> Tensor:
     """h [n, max_rank] = A x of each pair."""
     assert slots.layout is not None
-    max_rank = slots.layout.no_rows.shape[1]
+    max_rank = slots.bound()
     return ops_experts.shrink(slots.backend, x.to(slots.a.dtype), slots.a, *slots.tables_of(), keys, source, max_rank)
 
 

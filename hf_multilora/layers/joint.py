@@ -25,6 +25,7 @@ class Joint:
     def take(self) -> None:
         """The spans as they now are, by one copy."""
         self.bound = max(layout.no_rows.shape[1] for layout in self.layouts if layout is not None)
+        self.most = max(layout.most for layout in self.layouts if layout is not None)
         host = torch.zeros(self.tables.shape, dtype=torch.int32)
         for i, layout in enumerate(self.layouts):
             for slot, (start, r) in {} if layout is None else layout.spans.items():

@@ -49,9 +49,9 @@ def add_mixed(y: Tensor, rows: Tensor, slots: ModuleSlots, own_y: bool = False) 
     assert layout is not None
     out = y.reshape(*rows.shape[:2], slots.out_features)  # [R, T, N]
     if rows.shape[0] * rows.shape[1] <= slots.dense_tokens and backend.name == TORCH:
-        a, b, wide = slots.a_used, slots.b_used, torch.promote_types(y.dtype, slots.b.dtype)
+        (a, b, closed), wide = slots.covered(), torch.promote_types(y.dtype, slots.b.dtype)
         h = F.linear(rows.to(a.dtype), a).to(wide)
-        return expand_gated(out.to(wide), h, b.to(wide), layout.closed).to(y.dtype).view(y.shape)
+        return expand_gated(out.to(wide), h, b.to(wide), closed).to(y.dtype).view(y.shape)
     if backend.name == TORCH and not slots.open_mix():
         own, shut = layout.chunks()
         if own.numel() * (slots.in_features + slots.out_features) <= EACH_WORK:
@@ -76,9 +76,8 @@ def _fresh(module: Any, y: Tensor) -> bool:
 def _grouped(y: Tensor, x: Tensor, slots: ModuleSlots, tables: tuple[Tensor, ...]) -> Tensor:
     """Shrink and expand: y [R, T, N], x [R, T, K] -> [R, T, N]. Directly, or as registered operations where the call is
     traced or a backend without gradients of its own must give them."""
-    backend, layout = slots.backend, slots.layout
-    assert layout is not None
-    x, max_rank = x.to(slots.a.dtype), layout.no_rows.shape[1]
+    backend = slots.backend
+    x, max_rank = x.to(slots.a.dtype), slots.bound()
     h = shrink(x, slots, tables, max_rank, y.requires_grad)
     if not _registered(backend, x.requires_grad or y.requires_grad):
         return backend.expand(y, h, slots.b, *tables)

@@ -28,14 +28,16 @@ from .traced import expand_plainly, expand_traced
 class Step(NamedTuple):
     """What calls have in common while rows, slots and layouts stay as they are: a decode step has hundreds.
 
-    stamp: of the routing. shape, dtype: of x. flat: x as a matrix. outs: shapes of the members' outputs. launch: of the
-    expand, for what the matmul gives in `given`.
+    stamp: of the routing. shape, dtype: of x. flat: x as a matrix. weight [K, N + w * L], bias: what it is multiplied
+    with. outs: shapes of the members' outputs. launch: of the expand, for what the matmul gives in `given`.
     """
 
     stamp: int
     shape: torch.Size
     dtype: torch.dtype
     flat: tuple[int, int]
+    weight: Tensor
+    bias: Tensor | None
     outs: list[tuple[int, ...]]
     given: torch.dtype
     launch: Callable[..., None]
@@ -46,8 +48,8 @@ class Merged:
 
     members: the linears and their rank rows, which are views of `buffer` and `b` while they are `laid`.
     whole: all are. sizes: their output features. width: rank rows of each in the occupied prefix. used: views of that,
-    and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. wasted: runs
-    whose outputs the other members did not take.
+    and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. all: of the
+    whole pool, which a captured graph reads. wasted: runs whose outputs the other members did not take.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Merged:
         self.width = max((slots.layout.width for slots in all_slots if slots.layout is not None), default=0)
         end = self.n + self.width * len(all_slots)
         self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
-        self.turned = self.used[0].t()
+        self.all = self.buffer, self.bias_buffer
         fixed(*(tensor for tensor in (*self.used, self.slices, self.b) if tensor is not None))
         self.step = None
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
@@ -223,7 +225,7 @@ class Merged:
         """The members' outputs for x, in some member of which rows have an adapter; None where each is computed better
         alone. step: of a call like this one."""
         if step is not None:
-            both = self._both(x.view(step.flat) if x.is_contiguous() else x.reshape(step.flat))
+            both = _both(x.view(step.flat) if x.is_contiguous() else x.reshape(step.flat), step.weight, step.bias)
             if both.dtype == step.given:  # else autocast began or ended
                 return self._expand(step, both)
         lead, path = self.lead()
@@ -238,43 +240,48 @@ class Merged:
         else:
             assert layout.table is not None
             rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
-        many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, self.width, self.buffer.is_cuda)
+        (weight, bias), capturing = self.all if routing.capturing else self.used, routing.capturing
+        width = (weight.shape[0] - self.n) // len(self.members) if capturing else self.width
+        many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, width, self.buffer.is_cuda)
+        bound = joint.most if capturing else joint.bound
         shapes = [(*x.shape[:-1], size) for size in self.sizes]
         gradients = torch.is_grad_enabled() and rows.requires_grad
         if tracing or gradients or not kernels:
             if many or path == ONE:
                 return None
-            both = F.linear(rows, *self.used)
+            both = F.linear(rows, weight, bias)
             plain = gradients or not kernels
             found = expand_plainly(self, both) if plain else expand_traced(self, both, table, joint, backend)
             return [out.view(shape) for out, shape in zip(found, shapes, strict=True)]
         tables = table.order, table.offsets, joint.starts, joint.ranks
         if not many and rows.numel():
             flat = rows.reshape(-1, rows.shape[2])
-            both = self._both(flat)
+            turned = weight.t()
+            both = _both(flat, turned, bias)
             launch = backend.expand_laid(  # type: ignore[misc]
-                both, rows.shape[0], self.b, table.row_slots, *tables, self.slices, self.n, joint.bound, self.even
+                both, rows.shape[0], self.b, table.row_slots, *tables, self.slices, self.n, bound, self.even
             )
-            self.step = Step(routing.stamp, x.shape, x.dtype, flat.shape, shapes, both.dtype, launch)  # type: ignore[arg-type]
+            facts = (flat.shape, turned, bias, shapes, both.dtype, launch)
+            self.step = Step(routing.stamp, x.shape, x.dtype, *facts)  # type: ignore[arg-type]
             return self._expand(self.step, both)
         y = F.linear(rows, *self.weights)
         outs = [y.new_empty(shape) for shape in shapes]
         if y.numel():
             a = self.buffer[self.n :]
-            h = backend.shrink(rows.to(a.dtype), a, *tables, joint.bound, early=True)
+            h = backend.shrink(rows.to(a.dtype), a, *tables, bound, early=True)
             four = [*outs, *outs[:1] * (MOST_SLICES - len(outs))]
             backend.expand_parts(y, h, four, self.b, *tables, self.slices, self.even)  # type: ignore[misc]
         return outs  # type: ignore[return-value]
-
-    def _both(self, flat: Tensor) -> Tensor:
-        """[y | h], [R * T, N + w * L], of x [R * T, K]."""
-        bias = self.used[1]
-        return torch.mm(flat, self.turned) if bias is None else torch.addmm(bias, flat, self.turned)
 
     def _expand(self, step: Step, both: Tensor) -> list[Tensor | None]:
         outs = [both.new_empty(shape) for shape in step.outs]
         step.launch(both, both, *outs, *outs[:1] * (MOST_SLICES - len(outs)))
         return outs  # type: ignore[return-value]
+
+
+def _both(flat: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[y | h], [R * T, N + w * L], of x [R * T, K] and a weight [K, N + w * L]."""
+    return torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
 
 
 def modes(x: Tensor) -> tuple[bool, Any]:

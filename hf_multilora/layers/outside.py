@@ -113,8 +113,7 @@ class StateSlots(TorchFunctionMode):
             self.routing.tables.clear()
             self.routing._written = None
             for layout in self.routing.layouts:
-                layout.kept.clear()
-                layout.closed, layout.own = layout.closed[:0], layout.own[:, :0]
+                layout.afresh()
 
 
 class Sizes(list[int]):

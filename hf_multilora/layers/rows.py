@@ -56,7 +56,7 @@ class SlotRows:
         self.backend: Backend = backend(TORCH)
         self.rows = RankRows()
         self.layout: Layout | None = None
-        self.where = (0, 0, 0)  # addresses and width of what a captured graph reads
+        self.where = (0, 0, 0)  # addresses of what a captured graph reads, and what ranks it serves
         self.a = torch.zeros(0, in_features)
         self.b = torch.zeros(0, out_features, dtype=self.b_dtype(torch.float32))
         self.converted = False  # to another dtype since they were filled: they may have lost digits
@@ -121,14 +121,21 @@ class SlotRows:
     def look(self) -> None:
         """Set the views that calls and loads read, and notice where memory moved."""
         self.looked = False  # an interrupt half way must not leave views of two states
-        self._see(self.a.data_ptr(), self.b.data_ptr(), 0 if self.layout is None else self.layout.bound)
+        self._see()
         self.looked = True
 
-    def _see(self, a: int, b: int, width: int) -> None:
+    def _see(self) -> None:
+        layout = self.layout
         fixed(self.a, self.b)
         self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.routing.moves += (a, b, width) != self.where
-        self.where = (a, b, width)
+        where = self.a.data_ptr(), self.b.data_ptr(), 0 if layout is None else layout.most
+        self.routing.moves += where != self.where
+        self.where, self.seen = where, None if layout is None else (layout.width, layout.bound)
+
+    def bound(self) -> int:
+        """Of the ranks; while a graph is captured, of all that may come."""
+        assert self.layout is not None
+        return self.layout.most if self.routing.capturing else self.layout.no_rows.shape[1]
 
     def tables(self, slot: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """order, offsets, starts, ranks: what the grouped operations take. slot: for one row, which has that slot."""
@@ -212,6 +219,8 @@ class SlotRows:
         if layout is not self.layout or not self.looked:
             self.routing.moves += 1
             self.looked, self.layout = False, layout
+            self.look()
+        elif layout is not None and self.seen != (layout.width, layout.bound):
             self.look()
 
     def use(self, backend: Backend) -> None:

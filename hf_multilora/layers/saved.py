@@ -50,7 +50,7 @@ class SavedLinear(AdaptedLayer, role="saved", kind="linear"):
         count = layout.own[1][:, None]  # [R, 1] outputs of each row's own, 0 for the base
         if open_mix or not layout.whole:
             y = super().__call__(*args, **kwargs).reshape(*rows.shape[:2], -1)  # [R, T, N]
-            width = max(y.shape[2], layout.no_rows.shape[1] if open_mix else layout.widest)
+            width = max(y.shape[2], slots.bound() if open_mix else layout.widest)
             own = outputs(rows, slots, width, slots.b[:, 0]).to(y.dtype)
             y = F.pad(y, (0, width - y.shape[2]), value=FILL).masked_fill((count > 0)[..., None], FILL)
         else:

@@ -77,11 +77,19 @@ class ModuleSlots(SlotRows):
         width = 0 if self.layout is None else self.layout.width
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
         fixed(self.a_used, self.b_used)
-        self._see(self.a_used.data_ptr(), self.b_used.data_ptr(), width)
+        self._see()
         self.dense_tokens = dense_tokens(self.backend, width, self.a.is_cuda) if self.backend.name == TORCH else 0
         if self.merged is not None:
             self.merged.look()
         self.looked = True
+
+    def covered(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A [w, K], B [w, N] and `closed` [R, w] of the occupied prefix; while a graph is captured, of the whole pool:
+        what is loaded later must be there."""
+        assert self.layout is not None
+        if self.routing.capturing:
+            return self.a, self.b, self.layout.shut
+        return self.a_used, self.b_used, self.layout.closed
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rank rows, not the weight they lie with; it is laid anew at the next call."""

@@ -54,7 +54,7 @@ class TokenEmbedding(AdaptedLayer, role="tokens", kind="embedding"):
             rows, view = token_rows(ids, slots)
             y = super().__call__(rows.view(view))
             y = y.reshape(*rows.shape, y.shape[-1])
-            width = slots.layout.no_rows.shape[1]  # type: ignore[union-attr]
+            width = slots.bound()
             a, known = slots.a, slots.ids(width)  # [R, width]
             at = torch.searchsorted(known, rows.long()).clamp(max=width - 1)
             found = known.gather(1, at) == rows
@@ -85,7 +85,7 @@ class TokenLinear(AdaptedLayer, role="tokens", kind="linear"):
         assert layout is not None
         rows = slots.routing.align(x, layout.own.shape[1], slots.name, flat=slots.flat)  # [R, T, K]
         out = y.reshape(*rows.shape[:2], y.shape[-1])
-        width = layout.no_rows.shape[1]
+        width = slots.bound()
         known = slots.ids(width)  # [R, width]
         # Columns beyond a row's own repeat its first; a row without any writes its own first logit
         at = torch.where(known == NO_TOKEN, torch.where(layout.own[1] > 0, known[:, 0], 0)[:, None], known)

@@ -12,7 +12,6 @@ from ..kernels import ops_laid  # noqa: F401 (registers the operation)
 from ..kernels.backends import Backend
 from ..kernels.torch_backend import expand_gated, expand_own
 from ..pool import Layout, RowTables
-from .slots import ModuleSlots
 
 if TYPE_CHECKING:
     from .joint import Joint
@@ -30,25 +29,29 @@ def expand_traced(merged: Merged, both: Tensor, table: RowTables, joint: Joint, 
         return outs
     base, slot = table.row_slots < 0, table.row_slots.clamp(min=0).long()
 
-    def expand(slots: ModuleSlots, layout: Layout, y: Tensor, h: Tensor) -> Tensor:
+    def expand(layout: Layout, y: Tensor, h: Tensor, b: Tensor, closed: Tensor) -> Tensor:
         ranks = layout.ranks[0][slot].masked_fill(base, 0)
-        return expand_own(y, h, slots.b_used, layout.starts[0][slot], ranks, layout.no_rows.shape[1])
+        return expand_own(y, h, b, layout.starts[0][slot], ranks, layout.no_rows.shape[1])
 
     return _of_each(merged, both, expand)
 
 
 def expand_plainly(merged: Merged, both: Tensor) -> list[Tensor]:
     """As `expand_traced`, with the rank rows of all slots: with gradients, and for the torch backend."""
-    return _of_each(merged, both, lambda slots, layout, y, h: expand_gated(y, h, slots.b_used, layout.closed))
+    return _of_each(merged, both, lambda layout, y, h, b, closed: expand_gated(y, h, b, closed))
 
 
 def _of_each(
-    merged: Merged, both: Tensor, expand: Callable[[ModuleSlots, Layout, Tensor, Tensor], Tensor]
+    merged: Merged, both: Tensor, expand: Callable[[Layout, Tensor, Tensor, Tensor, Tensor], Tensor]
 ) -> list[Tensor]:
-    """expand: of a member with its layout, y [R, T, n] and h [R, T, w]; one without rank rows keeps y."""
+    """expand: of a member with its layout, y [R, T, n], h [R, T, w], B [w, n] and closed [R, w]; one without rank rows
+    keeps y."""
     outs, count = [], len(merged.members)
     for i, (_, slots) in enumerate(merged.members):
-        y, layout = both[..., merged.edges[i] : merged.edges[i + 1]], slots.layout
-        h = both[..., merged.n + i :: count][..., : slots.b_used.shape[0]]
-        outs.append(y.contiguous() if layout is None else expand(slots, layout, y, h))
+        y = both[..., merged.edges[i] : merged.edges[i + 1]]
+        if slots.layout is None:
+            outs.append(y.contiguous())
+            continue
+        _, b, closed = slots.covered()
+        outs.append(expand(slots.layout, y, both[..., merged.n + i :: count][..., : b.shape[0]], b, closed))
     return outs

@@ -52,6 +52,38 @@ def near(family: Family, model: Any, names: Any, truth: Any = None) -> None:
     assert_rows(got, family.truth(same_ids(len(names)), names if truth is None else truth), 2e-3)
 
 
+# -- graphs -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tokens", [1, 300])
+@torch.no_grad()
+def test_a_captured_step_serves_what_is_loaded_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tokens: int
+) -> None:
+    """Captured while one adapter of rank 2 is there; then others take the rest of the pool, with larger ranks."""
+    torch.manual_seed(0)
+    family = Family(llama(), tmp_path, {"a": {"r": 2}, "b": {"r": 5}, "c": {"r": 30}, "d": {"r": 32}})
+    model, inputs = model_of(family, max_loras=4, max_lora_rank=32), same_ids(4, tokens)
+    first, on_device = ["a", None, None, None], inputs.cuda()
+    with model.adapters(first):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(input_ids=on_device, use_cache=False)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(input_ids=on_device, use_cache=False).logits
+    sites = [slots for _, slots in model._multilora.sites.values()]
+    assert {(slots.layout.width, slots.layout.bound) for slots in sites} == {(16, 16)}
+    for names in (first, ["b", "a", None, "c"], ["d", "c", "b", "a"], [None, "d", None, "b"]):
+        captured.fill_(torch.nan)
+        with model.adapters(names):
+            graph.replay()
+            got = captured.cpu()
+        assert_rows(got, family.truth(inputs, names), 1e-4)
+    assert all(slots.layout.width > 16 and slots.layout.bound == 32 for slots in sites), "control: the prefix has grown"
+    assert "capture it again" not in caplog.text
+
+
 # -- slots ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_loads_of_megabytes(large: Family, dtype: torch.dtype) -> None:
