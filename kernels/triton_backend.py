@@ -78,6 +78,11 @@ def split_of(k: int, programs: int, device: torch.device) -> int:
     return _power(min(MAX_SPLIT, wanted, k // 256))
 
 
+def few(tokens: int, slots: int) -> bool:
+    """Whether each token of a call is expanded by itself."""
+    return tokens <= min(FEW, FEW_PER_SLOT * slots)
+
+
 def precision(dtype: torch.dtype) -> str:
     """Of products of float32: three passes of TF32 hold a 16-bit factor exactly; float32 follows torch's setting."""
     if dtype != torch.float32:
@@ -221,7 +226,7 @@ def expand_laid(
     row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16.
     """
     (count, columns), (pieces, slots) = both.shape, starts.shape
-    if count <= min(FEW, FEW_PER_SLOT * slots):
+    if few(count, slots):
         each = _expand_rows(
             count, count // rows, n, slots, pieces, columns, bound, b.dtype, even, both.device
         )  # fmt: skip

@@ -8,39 +8,19 @@ they are called with the same tensor, unchanged since. A guess of siblings that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..kernels.backends import MOST_SLICES
 from ..pool import fixed
 from .joint import Joint
 from .plain import plain_call
-from .rows import BASE_ONLY, ONE
-from .slots import ModuleSlots, dense_tokens
-from .traced import expand_plainly, expand_traced
-
-
-class Step(NamedTuple):
-    """What calls have in common while rows, slots and layouts stay as they are: a decode step has hundreds.
-
-    stamp: of the routing. shape, dtype: of x. flat: x as a matrix. weight [K, N + w * L], bias: what it is multiplied
-    with. outs: shapes of the members' outputs. launch: of the expand, for what the matmul gives in `given`.
-    """
-
-    stamp: int
-    shape: torch.Size
-    dtype: torch.dtype
-    flat: tuple[int, int]
-    weight: Tensor
-    bias: Tensor | None
-    outs: list[tuple[int, ...]]
-    given: torch.dtype
-    launch: Callable[..., None]
+from .rows import BASE_ONLY
+from .slots import ModuleSlots
+from .together import Gated, Step, run
 
 
 class Merged:
@@ -162,14 +142,14 @@ class Merged:
                 return own
         tracing = torch.compiler.is_compiling()
         step = None if tracing or (x.requires_grad and torch.is_grad_enabled()) else self.step
-        if step is None or step.stamp != routing.stamp or step.shape != x.shape or step.dtype != x.dtype:
+        if step is None or not step.fits(routing.stamp, x, None):
             if self.lead()[1] == BASE_ONLY:
                 return None
             step = None
         versions = self.ready()
         if versions is None:
             return None
-        found = self.run(x, step)
+        found = run(self, x, step)
         if found is None:
             return None
         own = found[slots.index]
@@ -187,6 +167,18 @@ class Merged:
                 found[: slots.index] = [None] * slots.index
             routing.shared = self, x, modes(x), version, versions, found
         return own
+
+    def product(self, x: Tensor, gated: Gated) -> Tensor | None:
+        """act(gate) * up of these two members' outputs; None where they must be called for it."""
+        routing, step = self.members[0][1].routing, self.step
+        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        if step is None or not step.fits(routing.stamp, x, gated):
+            if self.lead()[1] == BASE_ONLY:
+                return None
+            step = None
+        found = None if self.ready() is None else run(self, x, step, gated)
+        return None if found is None else found[0]
 
     def taken(self, shared: tuple[Any, ...], slots: ModuleSlots, x: Tensor) -> Tensor | None:
         """What another member computed for this one, if all is as it was; each is given once. shared: as the caller
@@ -220,68 +212,6 @@ class Merged:
             if self.wasted:
                 self.wasted = 0
         return own
-
-    def run(self, x: Tensor, step: Step | None = None) -> list[Tensor | None] | None:
-        """The members' outputs for x, in some member of which rows have an adapter; None where each is computed better
-        alone. step: of a call like this one."""
-        if step is not None:
-            both = _both(x.view(step.flat) if x.is_contiguous() else x.reshape(step.flat), step.weight, step.bias)
-            if both.dtype == step.given:  # else autocast began or ended
-                return self._expand(step, both)
-        lead, path = self.lead()
-        backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, self._joint
-        assert layout is not None and joint is not None
-        tracing, kernels = torch.compiler.is_compiling(), backend.expand_laid is not None
-        if path == ONE:
-            if tracing or not kernels:
-                return None
-            assert routing.uniform is not None
-            rows, table = x.reshape(1, -1, x.shape[-1]), layout.alone(routing.uniform)
-        else:
-            assert layout.table is not None
-            rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
-        (weight, bias), capturing = self.all if routing.capturing else self.used, routing.capturing
-        width = (weight.shape[0] - self.n) // len(self.members) if capturing else self.width
-        many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, width, self.buffer.is_cuda)
-        bound = joint.most if capturing else joint.bound
-        shapes = [(*x.shape[:-1], size) for size in self.sizes]
-        gradients = torch.is_grad_enabled() and rows.requires_grad
-        if tracing or gradients or not kernels:
-            if many or path == ONE:
-                return None
-            both = F.linear(rows, weight, bias)
-            plain = gradients or not kernels
-            found = expand_plainly(self, both) if plain else expand_traced(self, both, table, joint, backend)
-            return [out.view(shape) for out, shape in zip(found, shapes, strict=True)]
-        tables = table.order, table.offsets, joint.starts, joint.ranks
-        if not many and rows.numel():
-            flat = rows.reshape(-1, rows.shape[2])
-            turned = weight.t()
-            both = _both(flat, turned, bias)
-            launch = backend.expand_laid(  # type: ignore[misc]
-                both, rows.shape[0], self.b, table.row_slots, *tables, self.slices, self.n, bound, self.even
-            )
-            facts = (flat.shape, turned, bias, shapes, both.dtype, launch)
-            self.step = Step(routing.stamp, x.shape, x.dtype, *facts)  # type: ignore[arg-type]
-            return self._expand(self.step, both)
-        y = F.linear(rows, *self.weights)
-        outs = [y.new_empty(shape) for shape in shapes]
-        if y.numel():
-            a = self.buffer[self.n :]
-            h = backend.shrink(rows.to(a.dtype), a, *tables, bound, early=True)
-            four = [*outs, *outs[:1] * (MOST_SLICES - len(outs))]
-            backend.expand_parts(y, h, four, self.b, *tables, self.slices, self.even)  # type: ignore[misc]
-        return outs  # type: ignore[return-value]
-
-    def _expand(self, step: Step, both: Tensor) -> list[Tensor | None]:
-        outs = [both.new_empty(shape) for shape in step.outs]
-        step.launch(both, both, *outs, *outs[:1] * (MOST_SLICES - len(outs)))
-        return outs  # type: ignore[return-value]
-
-
-def _both(flat: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[y | h], [R * T, N + w * L], of x [R * T, K] and a weight [K, N + w * L]."""
-    return torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
 
 
 def modes(x: Tensor) -> tuple[bool, Any]:

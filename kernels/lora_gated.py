@@ -1,0 +1,131 @@
+"""The expand kernels of two slices that a gated MLP multiplies: out = act(y_g + B_g^T h_g) * (y_u + B_u^T h_u).
+
+One pass over y instead of three: the two deltas, the activation and the product. All is rounded where a model that does
+it in steps rounds: the two sums, the activation, the product. Letters as in ops.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .lora_expand import over_ranks
+from .tiles import find_tile, tokens_of
+
+
+@triton.jit
+def activated(x, ACT: tl.constexpr):
+    """float32 -> float32. gelu_tanh: x / 2 * (1 + tanh(z)) is x * sigmoid(2 z)."""
+    tl.static_assert(ACT == "silu" or ACT == "gelu_tanh")
+    if ACT == "silu":
+        return x / (1.0 + tl.exp(-x))
+    else:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def product_of(gate, up, kind: tl.constexpr, ACT: tl.constexpr):
+    """Of two float32 sums, rounded to `kind` at each step."""
+    some = activated(gate.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32)
+    return (some * up.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches
+def lora_gated_rows_kernel(
+    y, h, out, b, row_slots, starts, ranks,
+    tokens, width, slots, stride, shift, offset,
+    GATE: tl.constexpr, ACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of columns, token) writes out[token, columns]. For few tokens, without tensor cores.
+
+    width: of each slice; that of the gate is the GATE-th of y and b, the one of slice 1 begins at `offset` of b. y, h,
+    stride, shift, PDL: as in lora_rows.py.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    slot = tl.load(row_slots + token // tokens)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < width
+    at = tl.arange(0, BLOCK_R)
+    r_0 = tl.load(ranks + slot, mask=slot >= 0, other=0)
+    r_1 = tl.load(ranks + slots + slot, mask=slot >= 0, other=0)
+    start_0 = tl.load(starts + slot, mask=slot >= 0, other=0).to(tl.int64)
+    start_1 = tl.load(starts + slots + slot, mask=slot >= 0, other=0).to(tl.int64)
+    tile_0 = b + start_0 * width + columns[None, :]
+    tile_1 = b + offset + start_1 * width + columns[None, :]
+    some_0 = tl.load(tile_0 + at[:, None] * width, mask=(at < r_0)[:, None] & inside[None, :], other=0.0)
+    some_1 = tl.load(tile_1 + at[:, None] * width, mask=(at < r_1)[:, None] & inside[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    place = y + token * stride + columns
+    total_0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    total_1 = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    h_0 = h + token * stride + shift + start_0 * 2
+    h_1 = h + token * stride + shift + start_1 * 2 + 1
+    for _ in range(0, tl.maximum(r_0, r_1), BLOCK_R):
+        some_h = tl.load(h_0 + at * 2, mask=at < r_0, other=0.0)
+        total_0 += tl.sum(some_h.to(tl.float32)[:, None] * some_0.to(tl.float32), 0)
+        some_h = tl.load(h_1 + at * 2, mask=at < r_1, other=0.0)
+        total_1 += tl.sum(some_h.to(tl.float32)[:, None] * some_1.to(tl.float32), 0)
+        at += BLOCK_R
+        some_0 = tl.load(tile_0 + at[:, None] * width, mask=(at < r_0)[:, None] & inside[None, :], other=0.0)
+        some_1 = tl.load(tile_1 + at[:, None] * width, mask=(at < r_1)[:, None] & inside[None, :], other=0.0)
+    kind: tl.constexpr = out.dtype.element_ty
+    if GATE == 0:
+        found = product_of(total_0, total_1, kind, ACT)
+    else:
+        found = product_of(total_1, total_0, kind, ACT)
+    tl.store(out + token * width + columns, found, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
+def lora_gated_kernel(
+    y, h, out, b, order, offsets, starts, ranks,
+    rows, tokens, width, slots, max_rank, stride_y, stride_h, shift, plane, across, offset,
+    GATE: tl.constexpr, ACT: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, tile of columns) writes out[tokens of the tile, columns]; letters as in lora_expand.py."""
+    slot, first, end = find_tile(tl.program_id(0) // across, offsets, rows, tokens, slots, SLOTS, BLOCK_M)
+    if slot > slots:
+        return
+    token, live = tokens_of(order, first, end, tokens, BLOCK_M)
+    columns = (tl.program_id(0) % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < width
+    edge = live[:, None] & inside[None, :]
+    r_0 = tl.load(ranks + slot, mask=slot < slots, other=0)
+    r_1 = tl.load(ranks + slots + slot, mask=slot < slots, other=0)
+    start_0 = tl.load(starts + slot, mask=slot < slots, other=0).to(tl.int64)
+    start_1 = tl.load(starts + slots + slot, mask=slot < slots, other=0).to(tl.int64)
+    tile_0 = b + start_0 * width + columns[None, :]
+    tile_1 = b + offset + start_1 * width + columns[None, :]
+    at = tl.arange(0, BLOCK_R)
+    some_0 = tl.load(tile_0 + at[:, None] * width, mask=(at < r_0)[:, None] & inside[None, :], other=0.0)
+    some_1 = tl.load(tile_1 + at[:, None] * width, mask=(at < r_1)[:, None] & inside[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    place = y + token[:, None] * stride_y + columns[None, :]
+    before_0 = tl.load(place, mask=edge, other=0.0)
+    before_1 = tl.load(place + width, mask=edge, other=0.0)
+    if OWN_COLUMNS:
+        h_rows, lane = h + shift + token[:, None] * stride_h, 2
+        h_0, h_1 = h_rows + start_0 * 2, h_rows + start_1 * 2 + 1
+    else:
+        h_0, lane = h + token[:, None] * stride_h, 1
+        h_1 = h_0 + max_rank
+    kind: tl.constexpr = out.dtype.element_ty
+    total_0 = over_ranks(
+        h_0, lane, plane, tile_0, width, some_0, r_0, live, inside, kind == tl.bfloat16,
+        PLANES, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
+    )  # fmt: skip
+    total_0 += before_0.to(tl.float32)
+    total_1 = over_ranks(
+        h_1, lane, plane, tile_1, width, some_1, r_1, live, inside, kind == tl.bfloat16,
+        PLANES, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
+    )  # fmt: skip
+    total_1 += before_1.to(tl.float32)
+    if GATE == 0:
+        found = product_of(total_0, total_1, kind, ACT)
+    else:
+        found = product_of(total_1, total_0, kind, ACT)
+    tl.store(out + token[:, None] * width + columns[None, :], found, mask=edge)

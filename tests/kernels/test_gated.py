@@ -1,0 +1,133 @@
+"""The expands of a gated MLP: act(gate) * up with both deltas, in one kernel.
+
+Triton in its interpreter: float16 and float32. tests/gpu/test_gated.py has bfloat16, graphs and models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_multilora.kernels.backends import TRITON, backend
+from tests.kernels.properties import others
+from tests.kernels.suite import BASE, INTERPRETED, MIXES, Case, by_rows, case, closed, nan_filled, own_columns, within
+
+pytestmark = INTERPRETED
+ACTS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+SHAPES: dict[str, dict[str, Any]] = {  # width, and what differs from case()'s defaults
+    "plain": {"width": 33},
+    "one column": {"width": 1, "tokens": 1},
+    "whole tiles": {"width": 128, "r": 16},
+    "one slot": {"width": 20, "slots": 1},
+    "many rows": {"width": 9, "rows": 19, "tokens": 1},
+    "long rows": {"width": 300, "rows": 2, "tokens": 17},
+    "bound above the ranks": {"width": 20, "bound": 33},
+}
+
+
+def pair(dtype: torch.dtype, width: int = 24, **told: Any) -> Case:
+    return case(dtype, **({"tokens": 3, "rows": 4, "r": 5} | told), widths=(width, width))
+
+
+def inputs(c: Case) -> tuple[Tensor, Tensor, int]:
+    """y and b as linears that are laid together have them, and where slice 1 begins in b."""
+    assert c.slices is not None
+    (right, width, _), (left, _, _) = c.slices
+    used = len(c.a) // 2
+    b = torch.zeros(2, used, width, dtype=c.b.dtype, device=c.b.device)
+    for slot in range(len(c.starts[0])):
+        for piece, _, _, _, flat in c.parts(slot):
+            start, r = c.starts[piece][slot], c.ranks[piece][slot]
+            b[piece, start : start + r] = c.b[flat].view(r, width)
+    y = torch.cat((c.y[..., right : right + width], c.y[..., left : left + width]), 2)
+    return y, b.flatten(), used * width
+
+
+def laid(c: Case, piece: int, act: str) -> Tensor:
+    """[R, T, n] from [y | h], others' columns of which are NaN."""
+    (y, b, offset), (_, h) = inputs(c), own_columns(c)
+    h.masked_fill_(closed(c)[None, :, None], torch.nan)
+    both, slots = torch.cat((y, h[0]), 2).flatten(0, 1), torch.tensor(c.rows, dtype=torch.int32, device=y.device)
+    out = torch.full((*y.shape[:2], y.shape[2] // 2), torch.nan, dtype=y.dtype, device=y.device)
+    make = backend(TRITON).gated_laid
+    assert make is not None
+    make(both, len(c.rows), b, slots, *c.tables(), offset, y.shape[2], c.max_rank, piece, act)(both, both, out)
+    return out
+
+
+def after_shrink(c: Case, piece: int, act: str) -> Tensor:
+    """The same by shrink and expand."""
+    (y, b, offset), kernels, tables = inputs(c), backend(TRITON), c.tables()
+    out = torch.full((*y.shape[:2], y.shape[2] // 2), torch.nan, dtype=y.dtype, device=y.device)
+    with nan_filled():
+        h = kernels.shrink(c.x, c.a, *tables, c.max_rank, early=True)
+    assert kernels.gated_parts is not None
+    kernels.gated_parts(y, h, out, b, *tables, offset, piece, act)
+    return out
+
+
+def want(c: Case, piece: int, act: str, dtype: torch.dtype, rows: list[int] | None = None) -> Tensor:
+    assert c.slices is not None
+    sums = by_rows(c, dtype, rows)[1]
+    both = [sums[..., first : first + size] for first, size, _ in c.slices]
+    return ACTS[act](both[piece]) * both[1 - piece]
+
+
+def check(c: Case, got: Tensor, piece: int, act: str) -> None:
+    """Against float64; permuted slots, the other gate and the other activation must fail."""
+    dtype, wide = c.y.dtype, torch.float64
+    plain = want(c, piece, act, dtype)
+    assert got.dtype == dtype and within(got, want(c, piece, act, wide), plain)
+    other = next(name for name in ACTS if name != act)
+    for p, a, rows in ((piece, act, others(c)), (1 - piece, act, None), (piece, other, None)):
+        exact, own = (want(c, p, a, kind, rows) for kind in (wide, dtype))
+        assert not within(got, exact, own), "a control passes: the check says nothing"
+    for row, slot in enumerate(c.rows):
+        if slot == BASE:
+            torch.testing.assert_close(got[row], plain[row], rtol=4 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.fixture(params=[64, 0], ids=["few tokens", "tiles"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_multilora.kernels import triton_backend
+
+    monkeypatch.setattr(triton_backend, "FEW", request.param)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("r", "dtype"), [(1, torch.float16), (8, torch.float32), (16, torch.float16), (40, torch.float32)]
+)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_equals_a_loop_over_rows(few: None, tokens: int, r: int, dtype: torch.dtype, mix: str) -> None:
+    c = pair(dtype, tokens=tokens, r=r, mix=mix)
+    piece, act = (r // 8) % 2, list(ACTS)[tokens % 2]
+    check(c, laid(c, piece, act), piece, act)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(few: None, shape: str, act: str) -> None:
+    c = pair(torch.float16 if shape in ("plain", "whole tiles") else torch.float32, **SHAPES[shape])
+    for piece in (0, 1):
+        check(c, laid(c, piece, act), piece, act)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_after_a_shrink(shape: str, act: str) -> None:
+    c = pair(torch.float16 if shape in ("plain", "whole tiles") else torch.float32, **SHAPES[shape])
+    for piece in (0, 1):
+        check(c, after_shrink(c, piece, act), piece, act)
+
+
+def test_large_values(few: None) -> None:
+    """exp overflows far from zero: silu is 0 or x there."""
+    c = pair(torch.float32)
+    c.y.mul_(200)
+    check(c, laid(c, 0, "silu"), 0, "silu")
+    assert laid(c, 0, "silu").isfinite().all()
