@@ -23,7 +23,19 @@ from .formats import (
     split_half,
     split_site,
 )
-from .layers import ExpertSlots, ModuleSlots, SavedSlots, SlotRows, TokenSlots, outside, require_free, unwrap, wrap
+from .gates import gate_of
+from .layers import (
+    ExpertSlots,
+    ModuleSlots,
+    SavedSlots,
+    SlotRows,
+    TokenSlots,
+    gated,
+    outside,
+    require_free,
+    unwrap,
+    wrap,
+)
 from .layers.rows import own_tensor
 from .patches.experts import teller_of
 from .patches.facts import Facts
@@ -120,6 +132,7 @@ class Sites:
         self._families = None
         if module.__dict__.get(slots.attribute) is slots:
             unwrap(module, slots)
+        gated.unfollow(self.parents[name][0])
         if name in self.tellers:
             outside.unfollow(self.tellers.pop(name), name)
         del self.sites[name]
@@ -146,7 +159,22 @@ class Sites:
                 [(module, slots) for _, module, slots in sorted(family, key=lambda member: member[0])]
                 for family in found.values()
             ]
+            self._follow_gates()
         return self._families
+
+    def _follow_gates(self) -> None:
+        """Gated MLPs whose gate and up get LoRA, and what lies in one buffer, are computed as one."""
+        lora: dict[int, set[str]] = {}
+        parents = {id(parent): parent for parent, _ in self.parents.values()}
+        for name, (_, slots) in self.sites.items():
+            parent, own = self.parents[name]
+            if type(slots) is ModuleSlots and slots.kind == "linear":
+                lora.setdefault(id(parent), set()).add(own)
+        for key, parent in parents.items():
+            gated.unfollow(parent)
+            gate = gate_of(parent) if key in lora else None
+            if gate is not None and {gate.gate, gate.up} <= lora[key]:
+                gated.follow(parent, gate)
 
     def require_in_place(self, names: Collection[str]) -> None:
         """Raises RuntimeError where one of these adapted modules was replaced."""

@@ -1,6 +1,6 @@
 """Adapted modules: one file per kind; importing the folder fills the registry in `base`."""
 
-from . import embedding, experts, linear, outside, outside_experts, router, saved, tokens, whole
+from . import embedding, experts, gated, linear, outside, outside_experts, router, saved, tokens, whole
 from .base import AdaptedLayer, require_free, unwrap, wrap
 from .expert_slots import ExpertSlots
 from .rows import SlotRows
@@ -17,6 +17,7 @@ __all__ = [
     "TokenSlots",
     "embedding",
     "experts",
+    "gated",
     "linear",
     "outside",
     "outside_experts",

@@ -1,0 +1,88 @@
+"""Gated MLPs, down(act(gate(x)) * up(x)): what comes before `down` is one matmul and one kernel.
+
+The MLP is given a class that mixes `GatedLayer` into its own, whose `forward` asks for the product first and else runs
+the one of the class: batches without adapters, traced code, gradients, hooks on gate, up or act, other backends.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..gates import Gate, activation_of
+from .base import state_of
+from .slots import ModuleSlots
+from .together import Gated
+
+ATTRIBUTE = "_gated"  # of the MLP: the names of its children
+
+
+class GatedLayer:
+    """Mixed in front of the class of a gated MLP."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy through the class it is mixed into: the mixed one has no import path of its own."""
+        return _rebuild, (type(self).__bases__[-1],), state_of(self)
+
+
+def _rebuild(own: type) -> Any:
+    mixed: Any = _mix(own)
+    return mixed.__new__(mixed)
+
+
+@functools.cache
+def _mix(own: Any) -> type:
+    """Under the name and module of `own`, whose source is that of its `forward`."""
+    inner = own.forward
+
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gate = self.__dict__.get(ATTRIBUTE)
+        if gate is not None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            found = product(self, gate, args[0])
+            if found is not None:
+                return self._modules[gate.down](found)
+        return inner(self, *args, **kwargs)
+
+    body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "_mixed": True, "forward": forward}
+    return type(own.__name__, (GatedLayer, own), body)
+
+
+def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
+    """act(gate(x)) * up(x) [..., n] of x [..., K]; None where the children must be called for it."""
+    modules = module._modules
+    gate, up = modules.get(names.gate), modules.get(names.up)
+    if gate is None or up is None or modules.get(names.down) is None or not (_lora_alone(gate) and _lora_alone(up)):
+        return None
+    slots: ModuleSlots = gate.__dict__["_lora"]
+    merged, index = slots.merged, slots.index
+    if merged is None or len(merged.members) != 2:
+        return None
+    if merged.members[index][0] is not gate or merged.members[1 - index][0] is not up:
+        return None
+    act = modules[names.act] if names.act in modules else module.__dict__.get(names.act)
+    kind = activation_of(act)
+    return None if kind is None else merged.product(x, Gated(index, kind))
+
+
+def _lora_alone(module: nn.Module) -> bool:
+    """Whether LoRA is all that adapters change of a linear."""
+    own = module.__dict__
+    return "_lora" in own and "_saved" not in own and "_tokens" not in own
+
+
+def follow(module: nn.Module, gate: Gate) -> None:
+    """Compute the MLP as one from now on. gate: as `gate_of` gives it."""
+    own: Any = type(module)
+    module.__dict__[ATTRIBUTE] = gate
+    module.__class__ = _mix(own)
+
+
+def unfollow(module: nn.Module) -> None:
+    """Give the MLP its class back, if it was taken."""
+    if module.__dict__.pop(ATTRIBUTE, None) is not None and isinstance(module, GatedLayer):
+        cls = type(module)
+        if "_mixed" in cls.__dict__:  # else somebody has changed it since, and what is below does nothing any more
+            module.__class__ = cls.__bases__[-1]
