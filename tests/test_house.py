@@ -32,7 +32,6 @@ EDGES: dict[str, set[str]] = {
     "sources": set(),
     "siblings": {"sources"},
     "gates": {"sources"},
-    "gates": {"sources"},
     "moe": {"formats", "patches", "sources"},
     "census": {"formats", "moe", "patches", "sources"},
     "layers": {*BELOW_LAYERS, "gates"},
