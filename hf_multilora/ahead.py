@@ -56,21 +56,29 @@ class Ahead:
         if self.stream is None:
             self.stream = torch.cuda.Stream(self.device)
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self.stream):
+            before = host.readers.get(self.device)
+            if before is not None:
+                self.stream.wait_event(before)
             data = torch.empty(end - first, dtype=torch.uint8, device=self.device)
             data.copy_(host.flat[first:end], non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        host.readers[self.device] = event  # copies on this stream are made in turn: the last one ends last
+        host.readers[self.device] = event  # copies are made in turn: the last one ends last
         self.arrivals[host] = Arrival(Bytes(data, first), event)
 
     def take(self, host: HostAdapter) -> Bytes | None:
         """What was brought of this one, given up here: the current stream waits until it is there. Whoever takes it
-        must keep it until it was read."""
+        must keep it until it says by `follow` when it was read."""
         arrival = self.arrivals.pop(host, None)
         if arrival is None:
             return None
         torch.cuda.current_stream(self.device).wait_event(arrival.event)
         return arrival.bytes
+
+    def follow(self, event: Any) -> None:
+        """Memory that was given up is used again after this event."""
+        if self.stream is not None:
+            self.stream.wait_event(event)
 
     def keep(self, hosts: Collection[HostAdapter]) -> bool:
         """Give up all others; returns whether there were any. Their memory is used again by copies on the same stream,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,54 @@ from .staging import Staging, remote, span_of
 from .store import CapacityError
 
 
+class Seat(NamedTuple):
+    """A slot and its last tenant: while nothing of this changed, an adapter of that shape finds its rows there.
+
+    mark, families: of Filling and Sites. places, parts: of the tenant. modules: its own, with the device and dtype of
+    their tensors. homes: device of rank rows -> names of modules.
+    """
+
+    mark: tuple[int, int]
+    families: object
+    places: Mapping[str, tuple[Place, Place]]
+    parts: Mapping[str, tuple[int, ...]]
+    modules: list[tuple[nn.Module, torch.device, torch.dtype]]
+    homes: dict[torch.device, list[str]]
+
+    def suits(self, host: HostAdapter) -> bool:
+        """Whether the adapter is of that shape, and its modules compute where they did, in the same dtype."""
+        for module, device, dtype in self.modules:
+            weight = module._parameters.get("weight")
+            tensor = own_tensor(module) if weight is None else weight
+            if tensor is None or tensor.dtype is not dtype or tensor.device != device or "_hf_hook" in module.__dict__:
+                return False
+        return host.places == self.places and host.parts == self.parts
+
+
 class Filling(Sites):
-    """Fills and empties slots. _stale: rows came or went, so modules need new layouts (see Residency.refresh)."""
+    """Fills and empties slots. _stale: rows came or went, so modules need new layouts (see Residency.refresh).
+
+    seats: by slot. changes: how often rows came or went.
+    """
 
     def __init__(self, model: nn.Module, config: MultiLoRAConfig, facts: Facts) -> None:
         super().__init__(model, config, facts)
         self.staging: dict[torch.device, Staging] = {}  # kept, as large as the largest adapter
+        self.seats: dict[int, Seat] = {}
+        self.changes = 0
         self._stale = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_families": None, "staging": {}, "_stale": True}
+        return self.__dict__ | {"_families": None, "staging": {}, "seats": {}, "_stale": True}
+
+    def _outdate(self) -> None:
+        """Before rows come or go."""
+        self._stale = True
+        self.changes += 1
+
+    def mark(self) -> tuple[int, int]:
+        """Another one whenever rows came or went, or memory moved."""
+        return self.changes, self.routing.moves
 
     def capacities(self) -> dict[str, int]:
         """Rank rows that the pools of all modules should have: one pass over the adapters."""
@@ -62,8 +100,8 @@ class Filling(Sites):
         return host
 
     def fill(self, slot: int, host: HostAdapter) -> None:
-        """Replace what is in a slot by an adapter: per device one copy, unless it was brought ahead, and one scatter,
-        which are done on return.
+        """Replace what is in a slot by an adapter: per device one copy, unless it was brought ahead, and one scatter.
+        They are under way on return: what comes later on the current stream comes after them (see Staging).
 
         Rows of the same rank stay where they are. After an error pools are what they were, and the caller empties the
         slot. Raises CapacityError where the memory of a device runs out, also without what was brought ahead for
@@ -85,35 +123,61 @@ class Filling(Sites):
         try:
             for staging in self.staging.values():
                 staging.begin(host, whole=len(self.staging) == 1)  # runs beside all that follows
+            seat = self.seats.get(slot)
+            same = seat is not None and seat.mark == self.mark() and seat.families is self.families()
+            if seat is not None and same and seat.suits(host):
+                for device, names in seat.homes.items():
+                    self._move(host, device, names, slot, again=True)
+                return
+            self._leave(slot)
             ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
             kept = {name for name, r in ranks.items() if self._stays(name, slot, r, host.parts.get(name))}
             self._wipe(slot, kept)
             if len(kept) < len(ranks):
-                self._stale = True
+                self._outdate()
                 self._make_room({name: r for name, r in ranks.items() if name not in kept}, grown)
             homes: dict[torch.device, list[str]] = {}
             for name in ranks:
                 homes.setdefault(self.sites[name][1].a.device, []).append(name)
             for device, names in homes.items():
-                if device.type == "cuda":
-                    host.pin()
-                try:
-                    targets = list[Tensor]()
-                    for name in names:
-                        site = self.sites[name][1]
-                        placed = name in kept
-                        targets += site.tenant(slot) if placed else site.place(slot, ranks[name], host.parts.get(name))
-                    self.staging_at(device).move(host, names, targets)
-                except RuntimeError as error:
-                    self._require_room("the copy of its factors", host.nbytes, device, error)
-                    raise
+                self._move(host, device, names, slot)
+            self._remember(slot, host, homes)
         except BaseException:
             for slots, pool in grown:
                 slots.restore(pool)
             raise
         finally:
             for staging in self.staging.values():
-                staging.finish()
+                staging.finish(host)
+
+    def _move(self, host: HostAdapter, device: torch.device, names: list[str], slot: int, again: bool = False) -> None:
+        """The factors of these modules to the slot's rows. again: the rows are where they were at the last load."""
+        staging = self.staging_at(device)
+        try:
+            if device.type == "cuda":
+                host.pin()
+            if not again or not staging.again(host, names, slot):
+                targets = list[Tensor]()
+                for name in names:
+                    site, r = self.sites[name][1], host.places[name][0].shape[0]
+                    placed = slot in site.rows.spans
+                    targets += site.tenant(slot) if placed else site.place(slot, r, host.parts.get(name))
+                staging.move(host, names, targets, slot if again else None)
+        except RuntimeError as error:
+            self._require_room("the copy of its factors", host.nbytes, device, error)
+            raise
+
+    def _remember(self, slot: int, host: HostAdapter, homes: dict[torch.device, list[str]]) -> None:
+        found = [(module, own_tensor(module)) for module, _ in map(self.sites.__getitem__, host.places)]
+        modules = [(module, tensor.device, tensor.dtype) for module, tensor in found if tensor is not None]
+        if len(modules) == len(found):
+            self.seats[slot] = Seat(self.mark(), self.families(), host.places, host.parts, modules, homes)
+
+    def _leave(self, slot: int) -> None:
+        """Forget where the slot's tenant has its rows."""
+        self.seats.pop(slot, None)
+        for staging in self.staging.values():
+            staging.ways.pop(slot, None)
 
     def staging_at(self, device: torch.device) -> Staging:
         if device not in self.staging:
@@ -203,9 +267,12 @@ class Filling(Sites):
     def _wipe(self, slot: int, kept: Collection[str], plain: bool = False) -> None:
         """Give up the slot's rows, all wiped at once, but for those of the `kept` modules. plain: by what cannot fail,
         as it is done after errors."""
+        for staging in self.staging.values():
+            staging.join()
         held = [slots for name, (_, slots) in self.sites.items() if slot in slots.rows.spans and name not in kept]
         if held:
-            self._stale = True
+            self._leave(slot)
+            self._outdate()
             by_device: dict[torch.device, list[Tensor]] = {}
             for slots in held:
                 by_device.setdefault(slots.a.device, []).extend(slots.tenant(slot))

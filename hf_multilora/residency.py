@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,15 +25,43 @@ from .store import AdapterStore
 logger = logging.get_logger(__name__)
 
 
+class Watched(NamedTuple):
+    """All sites, flat: what is looked at before every request. rest: names of those at which more is.
+
+    families: of Sites, another object whenever modules were adapted.
+    """
+
+    families: object
+    each: list[tuple[nn.Module, str, nn.Module, str, SlotRows]]  # parent, own name there, module, attribute, its rows
+    rest: list[str]
+
+    def rests(self) -> bool:
+        """Whether all modules are where they were adapted, and their views whole."""
+        for parent, own, module, attribute, site in self.each:
+            if parent._modules.get(own) is not module or module.__dict__.get(attribute) is not site or not site.looked:
+                return False
+        return True
+
+
 class Residency(Filling):
     """What is in the slots of the adapted modules, and the store that decides it."""
 
     def __init__(self, model: nn.Module, config: MultiLoRAConfig, facts: Facts) -> None:
         super().__init__(model, config, facts)
         self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
+        self._equipped: tuple[tuple[int, int] | None, set[int]] = (None, set())  # mark -> slots
+        self._watched: Watched | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_equipped": (None, set()), "_watched": None}
 
     def equip(self, slots: Collection[int]) -> None:
         """Modules where one of these slots has rows get their backend. Raises KernelError where it cannot be had."""
+        if self._equipped[0] != self.mark():
+            self._equipped = self.mark(), set()
+        equipped = self._equipped[1]
+        if equipped.issuperset(slots):
+            return
         backends: dict[tuple[torch.device, torch.dtype], Backend] = {}
         for _, site in self.sites.values():
             if site.rows.spans.keys().isdisjoint(slots):
@@ -43,6 +71,7 @@ class Residency(Filling):
                 backends[where] = choose(self.config.backend, self.config.deterministic, *where)
                 self._say_if_slow(backends[where], *where)
             site.use(backends[where])
+        equipped.update(slots)
 
     def _say_if_slow(self, backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda" and backend.name == TORCH and self.config.backend == "auto":
@@ -58,7 +87,9 @@ class Residency(Filling):
         self.equip(slots)
         if any([prepare(members) for members in self.families()]):
             self._join()
-        for name, (module, site) in self.sites.items():
+        watched = self._watch()
+        for name in watched.rest if watched.rests() else self.sites:
+            module, site = self.sites[name]
             if not site.looked:
                 site.look()
             if site.rows.spans.keys().isdisjoint(slots):
@@ -75,9 +106,20 @@ class Residency(Filling):
                 "again. With max_lora_rank given, pools have their full size from the start"
             )
 
+    def _watch(self) -> Watched:
+        families = self.families()
+        if self._watched is None or self._watched.families is not families:
+            sites = self.sites.items()
+            each = [(*self.parents[name], module, site.attribute, site) for name, (module, site) in sites]
+            rest = [name for name, (_, site) in sites if site.kind == "router" or site.role == "experts"]
+            self._watched = Watched(families, each, rest)
+        return self._watched
+
     def refresh(self) -> None:
         """After slots changed: give every module the layout it shares with the modules whose pools look the same. A
         layout stays with its modules, so that captured graphs find it; where there are any, also without adapters."""
+        for staging in self.staging.values():
+            staging.join()
         if not self._stale:
             return
         groups: dict[Any, list[SlotRows]] = {}
@@ -139,7 +181,8 @@ class Residency(Filling):
     def moved(self) -> None:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and
         with another dtype all slots do: their rows were rounded on the way."""
-        self._stale, self.staging = True, {}
+        self._outdate()
+        self.staging = {}
         dtypes = {name: self.dtype_of(name) for name in self.sites}
         converted, busy = [slots for _, slots in self.sites.values() if slots.converted], self.routing.open
         self.store.forget(lambda host: host.outdated(dtypes), slots=bool(converted), idle=not busy)

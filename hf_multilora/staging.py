@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .ahead import Ahead, Bytes
 from .host import HostAdapter, Place, views_of
 
 if TYPE_CHECKING:
-    from .kernels.triton_scatter import Scatter
+    from .kernels.triton_scatter import Scatter, Way
 
 FITS = 16  # shapes of adapters that are kept
 
@@ -48,6 +48,9 @@ class Staging:
 
     kernel: one Triton launch scatters them, else copies within the device. The buffer is kept, as large as it ever was,
     and so is what follows from an adapter's shape: adapters of one shape follow each other, with hundreds of factors.
+
+    Nobody waits for a load: what comes later on the stream it was made on comes after it, other streams wait for its
+    event (`join`), and so does whoever frees the adapter's host memory (HostAdapter.readers).
     """
 
     def __init__(self, device: torch.device, kernel: bool = False) -> None:
@@ -57,6 +60,9 @@ class Staging:
         self.fits: OrderedDict[int, Fit] = OrderedDict()  # by HostAdapter.key
         self.here: tuple[HostAdapter, Bytes] | None = None  # what `begin` found, or began to bring
         self.views: tuple[Fit | None, int, list[Tensor]] = (None, 0, [])  # the buffer's, for that address of its part
+        self.ways: dict[int, tuple[Fit, Way]] = {}  # slot -> the way there
+        self.came = False  # whether `begin` found it
+        self.last: tuple[Any, Any] | None = None  # stream (torch.cuda.Stream) and event (torch.cuda.Event) of a load
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +74,15 @@ class Staging:
         self.here = None
         if not remote(self.device):
             return
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            stream.synchronize()  # which raises: no graph may hold a load
+        if self.last is not None and self.last[0] != stream:
+            self.join()  # memory goes back to the stream it was taken on, where what used it comes first
+            self.buffer, self.views = torch.empty(0, dtype=torch.uint8, device=self.device), (None, 0, [])
+            self.ways.clear()
         ahead = self.ahead.take(host)
+        self.came = ahead is not None
         if ahead is not None:
             self.here = host, ahead
         elif host.pinned:
@@ -77,8 +91,8 @@ class Staging:
             if 0 < end - first <= self.buffer.nbytes:
                 self.here = host, self._copy(host, first, end)
 
-    def move(self, host: HostAdapter, names: list[str], targets: list[Tensor]) -> None:
-        """Write the factors of these modules to A, B, A, B, ... `targets`.
+    def move(self, host: HostAdapter, names: list[str], targets: list[Tensor], slot: int | None = None) -> None:
+        """Write the factors of these modules to A, B, A, B, ... `targets`. slot: keep the way to them for `again`.
 
         On a CUDA device this is under way on the current stream: until `finish` nobody may free or unpin `host`, or
         call this from another stream. Raises KernelError.
@@ -87,12 +101,31 @@ class Staging:
             torch._foreach_copy_(targets, [factor for name in names for factor in host.factors[name]])
             return
         fit = self._fit(host, names)
+        source = self._source(host, fit)
+        way = None if fit.scatter is None else fit.scatter.to(targets)
+        if way is None:
+            torch._foreach_copy_(targets, self._views(fit, source))
+            return
+        way(source)
+        if slot is not None:
+            self.ways[slot] = fit, way
+
+    def again(self, host: HostAdapter, names: list[str], slot: int) -> bool:
+        """Write them to where `move` kept the way to, all of which must still be there. False, with nothing done, where
+        it kept none."""
+        known = self.ways.get(slot)
+        if known is None or not known[0].of(host, names):
+            return False
+        known[1](self._source(host, known[0]))
+        return True
+
+    def _source(self, host: HostAdapter, fit: Fit) -> Tensor:
+        """The bytes of these modules on the device."""
         source = self.here[1].part(*fit.span) if self.here is not None and self.here[0] is host else None
         if source is None:
             self.here = host, self._copy(host, *fit.span)
             source = self.here[1].data
-        if fit.scatter is None or not fit.scatter(source, targets):
-            torch._foreach_copy_(targets, self._views(fit, source))
+        return source
 
     def wipe(self, targets: list[Tensor]) -> None:
         """Zeros into the targets, in the order of the current stream. Raises KernelError."""
@@ -106,11 +139,28 @@ class Staging:
                 pass
         torch._foreach_zero_(targets)
 
-    def finish(self) -> None:
-        """Wait until it is done."""
-        if remote(self.device):
-            torch.cuda.current_stream(self.device).synchronize()
+    def finish(self, host: HostAdapter) -> None:
+        """All that was begun for `host` is under way: note what must wait for it."""
+        if not remote(self.device):
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if not host.pinned or torch.cuda.is_current_stream_capturing():  # as in `begin`
+            stream.synchronize()
+        event, before = torch.cuda.Event(), host.readers.get(self.device)
+        if before is not None and not before.query():
+            stream.wait_event(before)
+        event.record(stream)
+        host.readers[self.device], self.last = event, (stream, event)
+        if self.came:
+            self.ahead.follow(event)
         self.here = None
+
+    def join(self) -> None:
+        """What comes on the current stream comes after the last load."""
+        if self.last is None or self.last[0] == (stream := torch.cuda.current_stream(self.device)):
+            return
+        if not torch.cuda.is_current_stream_capturing():  # before which everything was waited for
+            stream.wait_event(self.last[1])
 
     def _views(self, fit: Fit, source: Tensor) -> list[Tensor]:
         """The factors in `source`; of the buffer they are kept."""

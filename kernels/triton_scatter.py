@@ -9,12 +9,44 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from .launch import launch
+from .launch import Launcher
 from .scatter import scatter_kernel
 
 BLOCK = 8192  # bytes of a row that one program moves
 WIDEST = 16  # bytes of one access
+WARPS, STAGES = 4, 3
 Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape [r, n], strides, dtype
+
+
+class Way:
+    """To targets that stay where they are: the kernel's table, brought to their device once."""
+
+    def __init__(self, targets: Sequence[Tensor], table: Tensor, bits: int, end: int = 0) -> None:
+        """table, bits: as `_table` gives them. end: bytes that a source must have."""
+        addresses = [target.data_ptr() for target in targets]
+        self.count, self.end, self.bits = len(targets), end, reduce(or_, addresses, bits | WIDEST)
+        self.pieces = table.shape[0] - 4 * self.count
+        if self.pieces:
+            device = targets[0].device
+            host = torch.empty(table.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+            host.copy_(table)
+            host[1 : 4 * self.count : 4] = torch.tensor(addresses, dtype=torch.int64)
+            self.table = host.to(device, non_blocking=True)
+        self.launchers: dict[tuple[int, bool], Launcher] = {}
+
+    def __call__(self, source: Tensor | None) -> None:
+        """From source uint8 [bytes], on the targets' device; None: zeros. Raises ValueError, KernelError."""
+        if source is not None and source.nbytes < self.end:
+            raise ValueError(f"the source must hold the factors, which end at byte {self.end}, it has {source.nbytes}")
+        if not self.pieces:
+            return
+        bits = self.bits if source is None else self.bits | source.data_ptr()
+        key = bits & -bits, source is None
+        if key not in self.launchers:
+            constants = {"WIDTH": key[0], "BLOCK": BLOCK, "ZERO": key[1]}
+            grid = (self.pieces, 1, 1)
+            self.launchers[key] = Launcher(scatter_kernel, grid, (self.count,), constants, WARPS, STAGES)
+        self.launchers[key](self.table if source is None else source, self.table)
 
 
 class Scatter:
@@ -33,12 +65,9 @@ class Scatter:
         self.kinds: list[Kind] = []
         self.table, self.bits = torch.empty(0, dtype=torch.int64), 0
 
-    def __call__(self, source: Tensor, targets: Sequence[Tensor]) -> bool:
-        """source uint8 [bytes], targets on its device. Returns False, with nothing done, where a target has another
-        dtype than the factor, or columns that are not together. Raises ValueError for other shapes or too few bytes,
-        KernelError."""
-        if source.nbytes < self.end:
-            raise ValueError(f"the source must hold the factors, which end at byte {self.end}, it has {source.nbytes}")
+    def to(self, targets: Sequence[Tensor]) -> Way | None:
+        """The way to these targets, for as long as they stay there. None where a target has another dtype than the
+        factor, or columns that are not together. Raises ValueError for other shapes."""
         kinds = _kinds(targets)
         if kinds != self.kinds:
             found = [(shape, dtype) for shape, _, dtype in kinds]
@@ -46,11 +75,18 @@ class Scatter:
                 raise ValueError(f"targets must have the shapes of the factors, got {found} for {self.wanted}")
             rows = _rows(kinds)
             if rows is None or found != self.wanted:
-                return False
+                return None
             self.table, self.bits = _table(rows, self.begins)
             self.kinds = kinds
-        _run(source, targets, self.table, self.bits | source.data_ptr())
-        return True
+        return Way(targets, self.table, self.bits, self.end)
+
+    def __call__(self, source: Tensor, targets: Sequence[Tensor]) -> bool:
+        """source uint8 [bytes], targets on its device. Returns False, with nothing done, where there is no way. Raises
+        ValueError for other shapes or too few bytes, KernelError."""
+        way = self.to(targets)
+        if way is not None:
+            way(source)
+        return way is not None
 
 
 def wipe(targets: Sequence[Tensor]) -> bool:
@@ -59,7 +95,7 @@ def wipe(targets: Sequence[Tensor]) -> bool:
     rows = _rows(_kinds(targets))
     if rows is None:
         return False
-    _run(None, targets, *_table(rows, [0] * len(rows)))
+    Way(targets, *_table(rows, [0] * len(rows)))(None)
     return True
 
 
@@ -88,19 +124,3 @@ def _table(rows: Sequence[tuple[int, int, int]], begins: Sequence[int]) -> tuple
     number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
     bits = reduce(or_, (begin | size | stride for begin, _, size, stride in each), 0)
     return torch.cat([torch.tensor(each, dtype=torch.int64).flatten(), owner << 32 | number]), bits
-
-
-def _run(source: Tensor | None, targets: Sequence[Tensor], table: Tensor, bits: int) -> None:
-    count = len(targets)
-    pieces = table.shape[0] - 4 * count
-    if not pieces:
-        return
-    addresses = [target.data_ptr() for target in targets]
-    device = targets[0].device
-    host = torch.empty(table.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-    host.copy_(table)
-    host[1 : 4 * count : 4] = torch.tensor(addresses, dtype=torch.int64)
-    width = reduce(or_, addresses, bits | WIDEST)
-    on_device = host.to(device, non_blocking=True)
-    constants = {"WIDTH": width & -width, "BLOCK": BLOCK, "ZERO": source is None}
-    launch(scatter_kernel, (pieces,), (on_device if source is None else source, on_device, count), constants)

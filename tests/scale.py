@@ -211,7 +211,7 @@ class Marks:
             tensors += issubclass(type(found), Tensor)
         tensors -= sum(1 + 2 * len(host.places) for host in kinds[HostAdapter])
         tensors -= sum(2 * len(site.views) for site in kinds[ModuleSlots])
-        tensors -= sum(1 + len(staging.views) for staging in kinds[Staging])
+        tensors -= sum(1 + len(staging.views) + len(staging.ways) for staging in kinds[Staging])
         tensors -= sum(sum(t is not None for t in layout._chunks or ()) for layout in kinds[Layout])
         tensors -= sum(len({id(t) for t in (x.shut, x.own, *x.kept.values())}) for x in kinds[Layout])
         tensors -= sum(held * len(kinds[kind]) for kind, held in TENSORS.items())

@@ -45,14 +45,21 @@ class Side:
     def __init__(self, device: Any) -> None:
         self.device = device
 
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
 
 class Event:
     def __init__(self) -> None:
         self.copies: list[Callable[[], Any]] = []
 
-    def record(self) -> None:
-        assert Side.current is not None
-        self.copies, Side.current.copies = Side.current.copies, []
+    def record(self, stream: Any = None) -> None:
+        if stream is None:
+            assert Side.current is not None
+            self.copies, Side.current.copies = Side.current.copies, []
+
+    def query(self) -> bool:
+        return not self.copies
 
     def synchronize(self) -> None:
         while self.copies:
@@ -92,7 +99,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "remote", lambda device: True)
     for name, fake in {"Stream": Side, "stream": entered, "Event": Event}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
+    current = Current()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(HostAdapter, "pin", lambda host: None)
 
 
@@ -323,7 +332,7 @@ def test_a_kernel_that_cannot_be_built(family: Family, device: None, monkeypatch
 
     model.prefetch(["c"])
     with monkeypatch.context() as patch:
-        patch.setattr("hf_multilora.kernels.triton_scatter.launch", broken)
+        patch.setattr("hf_multilora.kernels.launch.launch", broken)
         with pytest.raises(KernelError, match="must compile on this machine"):
             logits(model, same_ids(2), ["c", "a"])
         assert calls and sorted(filter(None, model.memory_report().slots)) == ["a"]

@@ -34,16 +34,30 @@ class Device(str):
 class Waited:
     """An event, or a stream, that does nothing on the CPU."""
 
+    waited = False
+
     def wait_event(self, event: Any) -> None:
         event.waited = True
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.waited
 
     def synchronize(self) -> None:
         pass
 
 
+def use_stream(monkeypatch: pytest.MonkeyPatch, stream: Waited) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+
 @pytest.fixture(params=[False, pytest.param(True, marks=KERNELS)], ids=["copies", "kernel"])
 def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Staging:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Waited())
+    use_stream(monkeypatch, Waited())
+    monkeypatch.setattr(torch.cuda, "Event", Waited)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device: Any = Device("cpu")
     return Staging(device, kernel=request.param)
 
@@ -205,7 +219,7 @@ def test_a_copy_that_was_begun_is_not_made_again(kept: Staging, whole: bool) -> 
         kept.move(second, names, targets)
     assert not seen.sizes
     assert all(map(torch.equal, targets, [factor for name in names for factor in second.factors[name]]))
-    kept.finish()
+    kept.finish(second)
     kept.begin(second, whole)
     move(kept, first)  # another one than what was begun
     kept.begin(first, whole)
@@ -225,7 +239,7 @@ def test_bytes_that_came_ahead_are_used_once_and_not_copied(kept: Staging) -> No
     event, before = arrive(kept, two), kept.nbytes
     assert before == one.nbytes + two.nbytes
     kept.begin(one, True)
-    assert kept.here is None and not hasattr(event, "waited"), "they are another's"
+    assert kept.here is None and not event.waited, "they are another's"
     kept.begin(two, True)
     assert event.waited and not kept.ahead.arrivals
     kept.here[1].data.neg_()  # marks them: the flipped bits must be what is found
@@ -235,7 +249,9 @@ def test_bytes_that_came_ahead_are_used_once_and_not_copied(kept: Staging) -> No
     assert not seen.sizes
     factors = [factor for name in names for factor in want.factors[name]]
     assert all(torch.equal(t.view(torch.int32), f.view(torch.int32)) for t, f in zip(targets, factors, strict=True))
-    kept.finish()
+    kept.ahead.stream = side = Waited()
+    kept.finish(two)
+    assert side.waited is False and two.readers[kept.device].waited, "what is brought later comes after it"
     assert kept.nbytes == one.nbytes
     move(kept, two)
 

@@ -129,9 +129,10 @@ def test_a_fill_is_one_copy_and_bit_by_bit_what_the_host_holds(
     assert all("Pinned" in name for name in copies), copies
     launches = sum("scatter_kernel" in name for name in seen)
     assert (len(copies), launches) == ((3, 2) if backend == "triton" else (1, 0)), seen
-    seen = events(lambda: runtime.fill(1, host))  # over itself
-    copies, launches = [n for n in seen if "Memcpy HtoD" in n], [n for n in seen if "scatter_kernel" in n]
-    assert (len(copies), len(launches)) == ((2, 1) if backend == "triton" else (1, 0)), seen
+    for tables in (1, 0):  # over itself; the second time its table is there
+        seen = events(lambda: runtime.fill(1, host))
+        copies, launches = [n for n in seen if "Memcpy HtoD" in n], [n for n in seen if "scatter_kernel" in n]
+        assert (len(copies), len(launches)) == ((1 + tables, 1) if backend == "triton" else (1, 0)), seen
     factors = [factor for pair in host.factors.values() for factor in pair]
     assert len(transfers(lambda: [factor.to("cuda") for factor in factors])) == len(factors), "copies are seen"
     for slot, name in ((0, "a"), (1, "d"), (2, "c")):
@@ -179,9 +180,11 @@ def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(
     small, large = host_of(model, "x").nbytes, host_of(model, "large").nbytes
     assert staging.buffer.is_cuda and staging.buffer.nbytes == small < large - 4096
     buffer, fits, views, tables = staging.buffer.data_ptr(), dict(staging.fits), staging.views[2], 2048
-    for name in ("y", "x", "y"):
+    # its table is there the third time: the first load saw memory move, the second one nothing
+    for name, table in (("y", 1), ("x", 1), ("y", 0), ("x", 0)):
         copies = transfers(lambda name=name: runtime.fill(0, host_of(model, name)))
-        assert len(copies) == 1 + (backend == "triton") and all("Pinned" in each for each in copies), copies
+        assert len(copies) == 1 + (table if backend == "triton" else 0), copies
+        assert all("Pinned" in each for each in copies), copies
         assert staging.buffer.data_ptr() == buffer and staging.fits == fits and staging.views[2] is views
         assert_in_slot(model, 0, name)
     del views  # which would keep the old buffer
@@ -190,7 +193,7 @@ def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(
     start = torch.cuda.memory_allocated()
     runtime.fill(0, host_of(model, "large"))
     assert staging.buffer.nbytes == large
-    assert large - small - 1024 <= torch.cuda.memory_allocated() - start <= large - small + 1024
+    assert large - small - tables <= torch.cuda.memory_allocated() - start <= large - small + 1024
     assert small > tables, "which is told from tables"
     assert torch.cuda.max_memory_allocated() - start <= large - small + tables, "the old buffer is given up first"
     assert_in_slot(model, 0, "large")
@@ -209,7 +212,7 @@ def test_staging_is_kept_for_adapters_of_one_shape_and_grows_for_a_larger_one(
 def test_memory_stays_flat_while_staging_is_kept(family: Family, tmp_path: Path) -> None:
     own = Family(family.base, tmp_path, {"x": {"r": 3}, "y": {"r": 3}, "large": {"r": 20}})
     model = model_of(own, max_loras=1, max_lora_rank=20)
-    for name in ("large", "x", "y", "large", "x", "y"):
+    for name in ("large", "x", "y", "large", "y"):  # as below: for the last one no table is kept
         check(own, model, [name, None])
     gc.collect()
     (staging,) = model._multilora.staging.values()
@@ -230,7 +233,7 @@ def test_a_load_that_fails_half_way_leaves_an_empty_slot(
     from hf_multilora.kernels import triton_scatter
 
     own = Family(family.base, tmp_path, {"x": {"r": 3}, "y": {"r": 3}, "other": {"r": 2}})
-    model, real, launch = model_of(own, max_loras=2, backend=backend), torch._foreach_copy_, triton_scatter.launch
+    model, real, launch = model_of(own, max_loras=2, backend=backend), torch._foreach_copy_, triton_scatter.Way.__call__
     for _ in range(2):
         check(own, model, ["x", None, "other"])
     model.pin_adapter("other")
@@ -242,12 +245,14 @@ def test_a_load_that_fails_half_way_leaves_an_empty_slot(
         real(targets[:3], sources[:3])
         raise MemoryError("half way")
 
-    def broken_launch(kernel: Any, grid: tuple[int], *rest: Any) -> None:
-        launch(kernel, (grid[0] // 2,), *rest)
+    def broken_way(way: Any, source: Any) -> None:
+        way.pieces //= 2
+        way.launchers.clear()
+        launch(way, source)
         raise MemoryError("half way")
 
     monkeypatch.setattr(torch, "_foreach_copy_", broken)
-    monkeypatch.setattr(triton_scatter, "launch", broken_launch)
+    monkeypatch.setattr(triton_scatter.Way, "__call__", broken_way)
     with pytest.raises(MemoryError):
         logits(model, same_ids(2).cuda(), ["y", None])
     monkeypatch.undo()

@@ -161,7 +161,7 @@ def test_a_source_at_an_odd_address() -> None:
 
 
 def test_the_widest_access_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_multilora.kernels import triton_scatter as module
+    from hf_multilora.kernels import launch as module
 
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(module, "launch", lambda kernel, grid, arguments, constants: seen.append(constants))
