@@ -16,7 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_multilora.kernels import triton_experts as experts
+from hf_multilora.kernels import triton_gated as gated
 from hf_multilora.kernels.lora_expand import lora_expand_kernel
+from hf_multilora.kernels.lora_gated import lora_gated_kernel, lora_gated_rows_kernel
 from hf_multilora.kernels.lora_rows import lora_expand_rows_kernel
 from hf_multilora.kernels.lora_shrink import lora_shrink_kernel
 from hf_multilora.kernels.triton_backend import FIXED, LONG, _expand_rows, tiles
@@ -82,6 +84,25 @@ def compiled_rows(target: int, dtype: str) -> dict[str, Any]:
     return found
 
 
+def compiled_gated(target: int, dtype: str) -> dict[str, Any]:
+    """Of gated MLPs, by what the launchers choose."""
+    found, kind = {}, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    data = TABLES | dict.fromkeys(("y", "h", "out", "b"), f"*{dtype}") | {"row_slots": "*i32"}
+    device, exact = torch.device("cpu"), {"bf16": "tf32x3", "fp32": "ieee"}[dtype]
+    for act, piece, tokens, own in (("silu", 0, 8, True), ("gelu_tanh", 1, 64, False), ("silu", 0, 1 << 13, False)):
+        columns = 16 if own else 64
+        rows = gated._rows(8, 1, 14336, 8, 28928, columns, kind, 1 << 20, piece, act, device)
+        place = (columns, own, 28928, 2 * columns, 0, 1 if own else 4)
+        tiled = gated._tiles(8, tokens, 14336, 8, *place, kind, exact, 1 << 20, piece, act, device)
+        for kernel, made in ((lora_gated_rows_kernel, rows), (lora_gated_kernel, tiled)):
+            constants = made.constants | {"PDL": target >= 90 and tokens < 64}
+            pointers = data if own or kernel is lora_gated_rows_kernel else data | {"h": "*fp32"}
+            warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
+            name = f"{kernel.fn.__name__}, {act}, {tokens} tokens"
+            found[name] = compiled(kernel, pointers, constants, target, warps, stages, True)
+    return found
+
+
 def main(targets: list[int]) -> int:
     worst = 0
     for target, (dtype, (precision, width)) in itertools.product(targets, DTYPES.items()):
@@ -110,7 +131,8 @@ def main(targets: list[int]) -> int:
             for name, kernel in found.items():
                 worst = max(worst, kernel.metadata.shared / SHARED[target])
                 print(f"sm_{target} {dtype} {t.block_m} x {t.block_r} {name}: {kernel.metadata.shared} bytes shared")
-        for name, kernel in (compiled_rows(target, dtype) | compiled_experts(target, dtype, precision)).items():
+        rest = compiled_rows(target, dtype) | compiled_gated(target, dtype)
+        for name, kernel in (rest | compiled_experts(target, dtype, precision)).items():
             worst = max(worst, kernel.metadata.shared / SHARED[target])
             print(f"sm_{target} {dtype} {name}: {kernel.metadata.shared} bytes shared")
     return int(worst > 1)

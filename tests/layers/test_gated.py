@@ -150,11 +150,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["after a call", "before"])
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(("what", "early"), [*[(what, False) for what in CHANGES], ("hook on up", True)])
 @torch.no_grad()
 def test_what_users_change(llamas: Family, asked: list[bool], what: str, early: bool) -> None:
-    """Hooks on an adapted linear see, and change, what the base gives; those on other modules what they get."""
+    """Hooks on an adapted linear see, and change, what the base gives; those on other modules what they get. early:
+    before the first call."""
     model, plain = (llamas.model(backend=backend) for backend in ("triton", "torch"))
     inputs, names = same_ids(3), ["a", None, "c"]
     if not early:
