@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_multilora import CapacityError
+from hf_multilora.filling import Filling
 from hf_multilora.layers import ModuleSlots
 from hf_multilora.pool import Layout
 from hf_multilora.routing import Routing
@@ -170,6 +174,65 @@ def test_refresh_has_nothing_to_do_after_such_a_load(family: Family, work: Count
         assert kept(model) == before
     assert_rows(want, family.truth(inputs, ["other", None]))
     check(family, model, ["x", None, "other"])
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Modules in which a load looked for rows of its slot."""
+    found, real = list[str](), Filling._stays
+
+    def stays(filling: Filling, name: str, *args: Any) -> bool:
+        found.append(name)
+        return real(filling, name, *args)
+
+    monkeypatch.setattr(Filling, "_stays", stays)
+    return found
+
+
+def test_a_load_of_the_same_shape_finds_its_rows_at_once(family: Family, searched: list[str]) -> None:
+    model = seated(family, "x", "y")
+    searched.clear()
+    for name in ("y", "x", "y", "x"):
+        check(family, model, [name, None, "other"])
+        assert_holds(model, name)
+        assert_holds(model, "other")
+    assert len(searched) == 8, "the first of these loads does look: weights were laid since"
+    twin = copy.deepcopy(model)
+    check(family, twin, ["y", None, "other"])
+    assert len(searched) == 16 and sites(twin).keys() == set(searched), "a copy looks for itself"
+    assert_holds(twin, "y"), assert_holds(model, "x")
+
+
+@pytest.mark.parametrize("change", ["nothing", "dtype", "hook", "rows", "shape", "adapted"])
+def test_what_changed_since_the_last_load_is_noticed(
+    family: Family, tmp_path: Path, searched: list[str], change: str
+) -> None:
+    model = seated(family, "x", "y", "mixed")
+    runtime, slot = model._multilora, slot_of(model, "x")
+    for name in ("y", "x"):
+        check(family, model, [name, None, "other"])
+    module, slots = runtime.sites["model.layers.1.mlp.up_proj"]
+    searched.clear()
+    if change == "dtype":
+        module.weight = torch.nn.Parameter(module.weight.double())
+    elif change == "hook":
+        module._hf_hook = SimpleNamespace(execution_device="cpu")
+    elif change == "rows":
+        runtime.empty(slot_of(model, "other"))
+    elif change == "adapted":
+        one = Family(family.base, tmp_path, {"new": {"targets": ["o_proj"]}})
+        model.load_adapter(str(one.paths["new"]), "new")
+    runtime.fill(slot, host_of(model, "mixed" if change == "shape" else "y"))
+    assert len(searched) == (0 if change == "nothing" else 8)
+    assert runtime._stale == (change in ("dtype", "hook", "rows", "shape"))
+    assert slots.a.dtype == (torch.float64 if change == "dtype" else torch.float32)
+    for name, (a, b) in host_of(model, "mixed" if change == "shape" else "y").factors.items():
+        on_device = sites(model)[name].tenant(slot)
+        assert torch.equal(on_device[0], a.to(on_device[0].dtype)) and torch.equal(
+            on_device[1], b.to(on_device[1].dtype)
+        )
+    if change == "hook":
+        del module._hf_hook
 
 
 def test_modules_that_the_next_tenant_does_not_train_are_wiped(family: Family) -> None:

@@ -276,6 +276,79 @@ def test_an_adapter_that_goes_takes_its_bytes_along(kept: Staging) -> None:
     assert kept.ahead.keep(()) is True and kept.nbytes == 0
 
 
+# -- nobody waits -----------------------------------------------------------------------------------
+def load(kept: Staging, host: HostAdapter) -> None:
+    host._unpin = True  # pinned
+    kept.begin(host, whole=True)
+    move(kept, host)
+    kept.finish(host)
+
+
+def test_a_load_is_waited_for_by_other_streams_and_by_who_frees_its_host_memory(
+    kept: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, first, other = host_of(0), host_of(1), Waited(), Waited()
+    use_stream(monkeypatch, first)
+    for host in (one, two):
+        load(kept, host)
+        kept.join()
+        event = host.readers[kept.device]
+        assert event.stream is first and not event.waited, "calls on the same stream come after it anyway"
+    buffer = kept.buffer.data_ptr()
+    load(kept, one)
+    assert kept.buffer.data_ptr() == buffer
+    last = one.readers[kept.device]
+    use_stream(monkeypatch, other)
+    kept.join()
+    assert last.waited and not two.readers[kept.device].waited
+    last.waited = False
+    load(kept, two)
+    assert last.waited and two.readers[kept.device].stream is other, "the buffer is read until then"
+    assert not kept.ways
+
+
+def test_a_copy_that_still_reads_the_same_host_memory_is_not_forgotten(kept: Staging) -> None:
+    host = host_of(0)
+    for done in (True, False):
+        earlier = host.readers[kept.device] = Waited()
+        earlier.query = lambda done=done: done
+        load(kept, host)
+        assert earlier.waited == (not done) and host.readers[kept.device] is not earlier
+
+
+@pytest.mark.parametrize("why", ["pinned", "pageable", "captured"])
+def test_who_must_wait(kept: Staging, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Pageable memory may be read at any time; while a graph is captured, CUDA refuses to wait, as it must."""
+    host, waits = host_of(0), list[int]()
+    move(kept, host)
+    monkeypatch.setattr(Waited, "synchronize", lambda stream: waits.append(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
+    if why == "pageable":
+        kept.finish(host)
+    else:
+        host._unpin = True
+        kept.begin(host, whole=True)
+        assert len(waits) == (why == "captured"), "before any copy"
+        kept.finish(host)
+    assert bool(waits) == (why != "pinned")
+
+
+@KERNELS
+def test_the_way_to_targets_that_stay(kept: Staging) -> None:
+    if not kept.kernel:
+        pytest.skip("copies need views")
+    hosts, names = [host_of(seed) for seed in range(3)], list(host_of(0).places)
+    targets = targets_of(hosts[0], names)
+    assert not kept.again(hosts[0], names, 5) and not any((target != 7).any() for target in targets)
+    kept.move(hosts[0], names, targets, slot=5)
+    for host in (hosts[1], hosts[2], hosts[0]):
+        assert kept.again(host, names, 5)
+        factors = [factor for name in names for factor in host.factors[name]]
+        assert all(map(torch.equal, targets, factors)) and not torch.equal(targets[0], -factors[0])
+    assert not kept.again(hosts[0], names, 4) and not kept.again(host_of(0, r=9), names, 5)
+    assert not kept.again(hosts[0], names[::-1], 5)
+
+
 # -- failures ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_buffer_that_cannot_grow(kept: Staging, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
