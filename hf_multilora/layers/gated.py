@@ -28,23 +28,23 @@ class GatedLayer:
 
 
 def _rebuild(own: type) -> Any:
-    mixed: Any = _mix(own)
+    mixed: Any = _mix(own, own.forward)  # type: ignore[attr-defined]
     return mixed.__new__(mixed)
 
 
 @functools.cache
-def _mix(own: Any) -> type:
-    """Under the name and module of `own`, whose source is that of its `forward`."""
-    inner = own.forward
+def _mix(own: Any, read: Any) -> type:
+    """Under the name and module of `own`. read: its `forward`, whose source was read; another one that it gets later,
+    as kernel packages give classes, is what runs."""
 
-    @functools.wraps(inner)
+    @functools.wraps(read)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         gate = self.__dict__.get(ATTRIBUTE)
-        if gate is not None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        if gate is not None and own.forward is read and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             found = product(self, gate, args[0])
             if found is not None:
                 return self._modules[gate.down](found)
-        return inner(self, *args, **kwargs)
+        return own.forward(self, *args, **kwargs)
 
     body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "_mixed": True, "forward": forward}
     return type(own.__name__, (GatedLayer, own), body)
@@ -77,7 +77,7 @@ def follow(module: nn.Module, gate: Gate) -> None:
     """Compute the MLP as one from now on. gate: as `gate_of` gives it."""
     own: Any = type(module)
     module.__dict__[ATTRIBUTE] = gate
-    module.__class__ = _mix(own)
+    module.__class__ = _mix(own, own.forward)
 
 
 def unfollow(module: nn.Module) -> None:

@@ -171,6 +171,26 @@ def test_what_users_change(llamas: Family, asked: list[bool], what: str, early: 
 
 
 @torch.no_grad()
+def test_a_forward_that_the_class_gets_later(
+    llamas: Family, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As packages of kernels give classes theirs."""
+    model, inputs, names = llamas.model(backend="triton"), same_ids(3), ["a", None, "c"]
+    before, cls = logits(model, inputs, names), type(mlps(llamas.base)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+        want = logits(llamas.model(backend="torch"), inputs, names)
+        asked.clear()
+        assert_rows(logits(model, inputs, names), want)
+        assert not asked and float((want - before).abs().max()) > 1e-3
+        fresh = llamas.model(backend="triton")
+        assert_rows(logits(fresh, inputs, names), want)
+        assert not asked, "it is no gated MLP now"
+    assert torch.equal(logits(model, inputs, names), before)
+    assert_rows(logits(fresh, inputs, names), before)
+
+
+@torch.no_grad()
 def test_down_keeps_its_hooks(llamas: Family, asked: list[bool]) -> None:
     model, seen = llamas.model(backend="triton"), list[Any]()
     mlps(model)[0].down_proj.register_forward_hook(lambda module, args, out: seen.append(args[0].shape))
