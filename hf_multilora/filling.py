@@ -22,6 +22,17 @@ from .staging import Staging, remote, span_of
 from .store import CapacityError
 
 
+def at_home(module: nn.Module, slots: SlotRows) -> bool:
+    """Whether the rank rows are where the module computes, in its dtype."""
+    tensor = own_tensor(module)
+    return (
+        tensor is not None
+        and tensor.device == slots.a.device
+        and slots.a.dtype is (slots.fixed_dtype or tensor.dtype)
+        and "_hf_hook" not in module.__dict__
+    )
+
+
 class Seat(NamedTuple):
     """A slot and its last tenant: while nothing of this changed, an adapter of that shape finds its rows there.
 
@@ -204,16 +215,8 @@ class Filling(Sites):
         """Whether the slot has r rank rows in this module already, and each expert its part of them, where the module
         computes and in its dtype."""
         module, slots = self.sites[name]
-        span, tensor = slots.rows.spans.get(slot), own_tensor(module)
-        return (
-            span is not None
-            and span[1] == r
-            and slots.parts.get(slot) == parts
-            and tensor is not None
-            and tensor.device == slots.a.device
-            and slots.a.dtype == (slots.fixed_dtype or tensor.dtype)
-            and "_hf_hook" not in module.__dict__
-        )
+        span = slots.rows.spans.get(slot)
+        return span is not None and span[1] == r and slots.parts.get(slot) == parts and at_home(module, slots)
 
     def _make_room(self, ranks: Mapping[str, int], grown: list[tuple[SlotRows, Pool]]) -> None:
         """Let pools grow until these modules have so many more rank rows; what they were goes to `grown`."""
@@ -224,6 +227,8 @@ class Filling(Sites):
             self._free_experts()
         for name, need in needs.items():
             module, slots = self.sites[name]
+            if name not in small and at_home(module, slots):
+                continue
             device, dtype = home_of(module), self.dtype_in(name, module)
             rows = max(need, planned[name]) if name in small else need
             try:

@@ -14,7 +14,7 @@ from .ahead import Ahead, Bytes
 from .host import HostAdapter, Place, views_of
 
 if TYPE_CHECKING:
-    from .kernels.triton_scatter import Scatter, Way
+    from .kernels.triton_scatter import Scatter, Way, Wipe
 
 FITS = 16  # shapes of adapters that are kept
 
@@ -61,6 +61,7 @@ class Staging:
         self.here: tuple[HostAdapter, Bytes] | None = None  # what `begin` found, or began to bring
         self.views: tuple[Fit | None, int, list[Tensor]] = (None, 0, [])  # the buffer's, for that address of its part
         self.ways: dict[int, tuple[Fit, Way]] = {}  # slot -> the way there
+        self.zeros: Wipe | None = None
         self.came = False  # whether `begin` found it
         self.last: tuple[Any, Any] | None = None  # stream (torch.cuda.Stream) and event (torch.cuda.Event) of a load
 
@@ -130,10 +131,11 @@ class Staging:
     def wipe(self, targets: list[Tensor]) -> None:
         """Zeros into the targets, in the order of the current stream. Raises KernelError."""
         if self.kernel:
-            from .kernels.triton_scatter import wipe
+            from .kernels.triton_scatter import Wipe
 
+            self.zeros = self.zeros or Wipe()
             try:
-                if wipe(targets):
+                if self.zeros(targets):
                     return
             except torch.OutOfMemoryError:  # for its tables: what follows needs none
                 pass

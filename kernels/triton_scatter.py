@@ -15,6 +15,7 @@ from .scatter import scatter_kernel
 BLOCK = 8192  # bytes of a row that one program moves
 WIDEST = 16  # bytes of one access
 WARPS, STAGES = 4, 3
+KINDS = 4  # of targets that a Wipe remembers
 Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape [r, n], strides, dtype
 
 
@@ -89,14 +90,25 @@ class Scatter:
         return way is not None
 
 
-def wipe(targets: Sequence[Tensor]) -> bool:
-    """Zeros into targets [r, n] on one device. Returns False, with nothing done, where columns of one are not together.
-    Raises KernelError."""
-    rows = _rows(_kinds(targets))
-    if rows is None:
-        return False
-    Way(targets, *_table(rows, [0] * len(rows)))(None)
-    return True
+class Wipe:
+    """Zeros. What follows from shapes and strides is kept for the last few kinds of targets."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[list[Kind], tuple[Tensor, int]]] = []
+
+    def __call__(self, targets: Sequence[Tensor]) -> bool:
+        """Into targets [r, n] on one device. Returns False, with nothing done, where columns of one are not together.
+        Raises KernelError."""
+        kinds = _kinds(targets)
+        made = next((made for known, made in self.known if known == kinds), None)
+        if made is None:
+            rows = _rows(kinds)
+            if rows is None:
+                return False
+            made = _table(rows, [0] * len(rows))
+            self.known = [(kinds, made), *self.known[: KINDS - 1]]
+        Way(targets, *made)(None)
+        return True
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[Kind]:

@@ -411,7 +411,7 @@ def test_zeros_without_memory_for_tables(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(len(rows))
         raise torch.OutOfMemoryError("out")
 
-    monkeypatch.setattr("hf_multilora.kernels.triton_scatter.wipe", refuse)
+    monkeypatch.setattr("hf_multilora.kernels.triton_scatter.Wipe", lambda: refuse)
     kept.wipe(targets)
     assert asked == [4] and not any(target.any() for target in targets)
 

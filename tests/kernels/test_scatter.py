@@ -176,25 +176,27 @@ def test_the_widest_access_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("some", [ADAPTER, ADAPTER[4:5], []])
 def test_zeros(some: list[Any]) -> None:
-    from hf_multilora.kernels.triton_scatter import wipe
+    from hf_multilora.kernels.triton_scatter import Wipe
 
-    pools, factors = mixed(some)
-    want = pools.expect([torch.zeros_like(factor) for factor in factors])
-    assert pools.are(want) == (not some)
-    assert wipe(pools.targets) is True
-    assert pools.are(want)
+    wipe = Wipe()
+    for kinds in (some, some, ADAPTER[:2], some):  # the second time, and the last, with what was kept
+        pools, factors = mixed(kinds)
+        want = pools.expect([torch.zeros_like(factor) for factor in factors])
+        assert pools.are(want) == (not kinds)
+        assert wipe(pools.targets) is True
+        assert pools.are(want)
 
 
 def test_what_the_kernel_does_not_do() -> None:
     """Nothing is written where columns lie apart, rows overlap or a dtype differs; other shapes are an error."""
-    from hf_multilora.kernels.triton_scatter import Scatter, wipe
+    from hf_multilora.kernels.triton_scatter import Scatter, Wipe
 
     flat, begins = flat_of([torch.zeros(4, 6, device=DEVICE)])
     scatter = Scatter(begins, [(4, 6)], [torch.float32])
     pool = random_bits(8, 12, dtype=torch.float32)
     before = pool.clone()
     for target in (pool[:4, ::2], pool[0].as_strided((4, 6), (3, 1))):
-        assert scatter(flat, [target]) is False and wipe([target]) is False
+        assert scatter(flat, [target]) is False and Wipe()([target]) is False
     assert scatter(flat, [pool.bfloat16()[:4, :6]]) is False
     with pytest.raises(ValueError, match=r"targets must have the shapes of the factors, got .*4, 5"):
         scatter(flat, [pool[:4, :5]])
