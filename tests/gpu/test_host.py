@@ -225,6 +225,47 @@ def test_memory_stays_flat_while_staging_is_kept(family: Family, tmp_path: Path)
     assert torch.cuda.memory_allocated() == device and staging.buffer.data_ptr() == buffer
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_nobody_waits_for_a_load_but_what_comes_on_other_streams(family: Family, waits: bool) -> None:
+    """The load's stream is kept busy: the load has not begun when another stream reads the slot."""
+    model = model_of(family, max_loras=1, max_lora_rank=8)
+    check(family, model, ["a", None])
+    runtime, side = model._multilora, torch.cuda.Stream()
+    (staging,) = runtime.staging.values()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        runtime.fill(0, host_of(model, "d"))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        runtime.fill(0, host_of(model, "a"))
+    assert not staging.last[1].query(), "the load is done: the check says nothing"
+    if not waits:  # the control
+        staging.last = None
+    runtime.refresh()  # as before every request
+    name, (_, slots) = next(iter(runtime.sites.items()))
+    got = slots.tenant(0)[0].clone()
+    torch.cuda.synchronize()
+    assert torch.equal(got.cpu(), host_of(model, "a").factors[name][0]) == waits
+    check(family, model, ["a", None])
+
+
+def test_host_memory_that_a_load_reads_is_let_go_of_after_it(family: Family) -> None:
+    model = model_of(family, "a", "b", max_loras=1, max_lora_rank=8)
+    check(family, model, ["b", None])
+    runtime, host = model._multilora, host_of(model, "a")
+    for name in ("a", "b"):  # takes the page-locked memory for tables, since that may wait for the device
+        runtime.fill(0, host_of(model, name))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    runtime.fill(0, host)
+    (event,) = host.readers.values()
+    model.delete_adapter("a")
+    assert not event.query(), "the load is done: the check says nothing"
+    del host
+    gc.collect()
+    assert event.query(), "it was waited for"
+
+
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_a_load_that_fails_half_way_leaves_an_empty_slot(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
