@@ -50,6 +50,7 @@ class Routing:
     active  bool        some row has an adapter
     uniform int | None  the slot that all rows share, if they do: then any shape of input is attributed
     capturing bool      a CUDA graph is being captured: what is done must hold for every mix
+    idle    bool        neither active nor capturing: untraced code computes the base alone
     moves   int         how often a module's factors or layout got another address or width, which graphs hold
     captured_at         `moves` when a graph was captured
     stamp               another number whenever anything above, or a layout, is another
@@ -81,6 +82,7 @@ class Routing:
         self.active = self.standing != BASE
         self.uniform: int | None = self.standing if self.active else None
         self.rows, self.tokens, self.ragged, self.capturing = 0, None, False, False
+        self.idle = not self.active
         self.shared, self._entered = None, None
         self.stamp += 1
 
@@ -175,6 +177,7 @@ class Routing:
             self._write(slots)
         present = set(slots)
         self.active = present != {BASE} and bool(present)
+        self.idle = not (self.active or self.capturing)
         self.uniform = slots[0] if self.active and len(present) == 1 else None
 
     def _write(self, slots: tuple[int, ...]) -> None:

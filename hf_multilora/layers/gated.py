@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..gates import Gate, activation_of
@@ -57,6 +58,8 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
     if gate is None or up is None or modules.get(names.down) is None or not (_lora_alone(gate) and _lora_alone(up)):
         return None
     slots: ModuleSlots = gate.__dict__["_lora"]
+    if torch.compiler.is_compiling() or slots.routing.idle:
+        return None
     merged, index = slots.merged, slots.index
     if merged is None or len(merged.members) != 2:
         return None

@@ -24,6 +24,8 @@ class LoraLinear(AdaptedLayer, kind="linear"):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots: ModuleSlots = self._lora
+        if not torch.compiler.is_compiling() and slots.routing.idle:
+            return super().__call__(*args, **kwargs)
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
         merged = slots.merged
         one = len(args) + len(kwargs) == 1 and (args or "input" in kwargs) and isinstance(x, Tensor)

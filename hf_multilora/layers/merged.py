@@ -169,9 +169,9 @@ class Merged:
         return own
 
     def product(self, x: Tensor, gated: Gated) -> Tensor | None:
-        """act(gate) * up of these two members' outputs; None where they must be called for it."""
+        """act(gate) * up of these two members' outputs, in untraced code; None where they must be called for it."""
         routing, step = self.members[0][1].routing, self.step
-        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        if x.requires_grad and torch.is_grad_enabled():
             return None
         if step is None or not step.fits(routing.stamp, x, gated):
             if self.lead()[1] == BASE_ONLY:

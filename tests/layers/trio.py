@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from hf_multilora.kernels import triton_backend
+from hf_multilora.layers import merged as merged_file
 from hf_multilora.layers import slots as slots_file
 from hf_multilora.layers.merged import Merged
 from tests.kernels.suite import INTERPRETED
@@ -195,7 +196,7 @@ class Trio:
     @contextmanager
     def counted(self) -> Iterator[list[Merged]]:
         """Who computed several linears together, each time."""
-        runs, run = list[Merged](), Merged.run
+        runs, run = list[Merged](), merged_file.run
 
         def count(merged: Merged, *args: Any) -> Any:
             found = run(merged, *args)
@@ -203,7 +204,7 @@ class Trio:
                 runs.append(merged)
             return found
 
-        with mock.patch.object(Merged, "run", count):
+        with mock.patch.object(merged_file, "run", count):
             yield runs
 
 
