@@ -56,6 +56,12 @@ class Batch:
             self.length = -(-(work.tokens + steps) // 64) * 64
             self.cache = StaticCache(config=self.model.config, max_cache_len=self.length)
 
+    def give(self, ids: Tensor) -> None:
+        """Other prompts of the same shape, at the same place."""
+        self.ids.copy_(ids[:, : self.ids.shape[1]])
+        if self.decode:
+            self.token.copy_(ids[:, self.ids.shape[1] :])
+
     def prompt(self, call: Mapping[str, Any]) -> Tensor:
         """Run the prompts (decode: into the emptied cache); logits of the last token [rows, V]."""
         more = {}

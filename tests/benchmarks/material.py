@@ -134,8 +134,8 @@ def write_adapter(folder: Path, model: nn.Module, rank: int, targets: Sequence[s
     return save_adapter(folder, random_adapter(model, rank, targets, seed, torch.float32, "cpu"), rank, targets)
 
 
-def prompts(rows: int, tokens: int, vocabulary: int, device: str) -> dict[str, Tensor]:
+def prompts(rows: int, tokens: int, vocabulary: int, device: str, seed: int = 1) -> dict[str, Tensor]:
     """Random ids [rows, tokens] and their mask, without padding."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, vocabulary, (rows, tokens), generator=generator).to(device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

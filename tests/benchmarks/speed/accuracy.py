@@ -6,7 +6,7 @@ A few layers of the shape, so that float64 is affordable. Nothing is timed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,29 +43,25 @@ def cells(settings: argparse.Namespace) -> dict[str, Work]:
 def run(stage: Stage) -> None:
     shop, known = stage.shop, cells(stage.settings)
     works = {name: known[name] for name in stage.wanted(list(known))}
-    vocabulary = shop.bare.config.vocab_size
-    stage.note("value: root mean square of the rows' relative errors against float64, over PEFT's own")
-
-    def ids(work: Work) -> Tensor:
-        return prompts(work.rows, work.tokens + (work.phase == "decode"), vocabulary, stage.device)["input_ids"]
-
-    adapters = shop.pairs(max(work.slots for work in works.values()))
-    exact = gate.truths(
-        shop.bare,
-        adapters,
-        shop.scaling,
-        list({*works.values(), *map(without, works.values())}),
-        ids,
-        wider=torch.float64,
+    stage.note(
+        f"value: root mean square of relative errors against float64, over PEFT's own; at least {few(stage)} prompts"
     )
+    adapters, exact = shop.pairs(max(work.slots for work in works.values())), dict[tuple[Work, int], gate.Truth]()
+    for seed in range(max(repeats(stage, work) for work in works.values())):
+        some = [work for work in works.values() if seed < repeats(stage, work)]
+        asked = list({*some, *(map(without, some) if not seed else ())})
+        found = gate.truths(
+            shop.bare, adapters, shop.scaling, asked, partial(ids, stage, seed=seed), wider=torch.float64
+        )
+        exact |= {(work, seed): truth for work, truth in found.items()}
     shop.empty_cache()
     answers: dict[str, dict[str, Tensor]] = {}
     for slots in dict.fromkeys(work.slots for work in works.values()):
         with shop.ours(slots, dict(list(adapters.items())[:slots])) as ours:
             for name, work in works.items():
                 if work.slots == slots:
-                    with stage.cell(name) as found:
-                        answers[name] = of_ours(stage, ours, work, ids(work), exact, found)
+                    with stage.cell(name) as cell:
+                        answers[name] = of_ours(stage, ours, work, exact, cell)
     torch._dynamo.reset()
     folders = {}
     for name in list(adapters)[:2]:
@@ -74,38 +70,62 @@ def run(stage: Stage) -> None:
     with contenders.peft(shop.bare, adapters, folders, {}) as peft:
         for name in answers:
             work, kept = works[name], stage.record["cells"][name]
-            with stage.cell(name) as found:
-                found |= kept
+            with stage.cell(name) as cell:
+                cell |= kept
                 peft.prepare(work.distinct)
+                seeds = range(repeats(stage, work))
                 with peft.route(work.mix()) as call:
-                    got = Batch(peft, work, ids(work), 1).answer(call)
-                compare(answers[name], got, exact[work], found)
+                    got = [Batch(peft, work, ids(stage, work, seed=seed), 1).answer(call) for seed in seeds]
+                truths = [exact[work, seed] for seed in seeds]
+                compare(answers[name], torch.cat(got), truths, cell)
+
+
+def few(stage: Stage) -> int:
+    """Prompts over which an error is averaged: that of 8 rows changes by 2% from one prompt to the next."""
+    return 4 if stage.small else 64
+
+
+def repeats(stage: Stage, work: Work) -> int:
+    return -(-few(stage) // work.rows)
+
+
+def ids(stage: Stage, work: Work, seed: int = 0) -> Tensor:
+    tokens = work.tokens + (work.phase == "decode")
+    return prompts(work.rows, tokens, stage.shop.bare.config.vocab_size, stage.device, seed + 1)["input_ids"]
 
 
 def of_ours(
-    stage: Stage, ours: Subject, work: Work, ids: Tensor, exact: dict[Work, gate.Truth], found: dict[str, Any]
+    stage: Stage, ours: Subject, work: Work, exact: dict[tuple[Work, int], gate.Truth], found: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Logits by every way in which such a batch runs; the gates first."""
-    found["errors"] = gate.check(ours, work, ids, exact[work], all_checks=True)
+    """Logits of all prompts by every way in which such a batch runs; the gates first."""
+    found["errors"] = gate.check(ours, work, ids(stage, work), exact[work, 0], all_checks=True)
     room = ROOM - work.tokens % 64 if work.phase == "decode" else 1
-    side, bare = (Side(some, work, ids, room, stage.device) for some in (ours, stage.shop.plain()))
-    found["base_rows"] = check_base_rows(side, bare, exact[without(work)])
-    found["base_batch"] = check_bare(side, bare, exact[without(work)])
-    rows, made = work.mix(), {"eager": side.answer(work.mix())}
-    if timing.why_no_graph(stage.device) is None:
-        side.capture()
-        made["graph"] = side.replayed(rows)
-    ways: dict[str, Callable[[], Tensor]] = {}
+    made: dict[str, list[Tensor]] = {}
+    for seed in range(repeats(stage, work)):
+        some = ids(stage, work, seed)
+        side = Side(ours, work, some, room, stage.device)
+        if not seed:
+            bare, base = Side(stage.shop.plain(), work, some, room, stage.device), exact[without(work), 0]
+            found["base_rows"] = check_base_rows(side, bare, base)
+            found["base_batch"] = check_bare(side, bare, base)
+        made.setdefault("eager", []).append(side.answer(work.mix()))
+        if timing.why_no_graph(stage.device) is None:
+            side.capture()
+            made.setdefault("graph", []).append(side.replayed(work.mix()))
     if work.phase == "decode":
-        ways["compiled"] = lambda: Compiled(ours, work, ids, stage.device).answer(rows)
-    return made | {way: answer() for way, answer in ways.items()}
+        compiled = Compiled(ours, work, ids(stage, work), stage.device)
+        for seed in range(repeats(stage, work)):
+            compiled.batch.give(ids(stage, work, seed))
+            made.setdefault("compiled", []).append(compiled.answer(work.mix()))
+    return {way: torch.cat(logits) for way, logits in made.items()}
 
 
-def compare(made: dict[str, Tensor], peft: Tensor, truth: gate.Truth, found: dict[str, Any]) -> None:
+def compare(made: dict[str, Tensor], peft: Tensor, truths: list[gate.Truth], found: dict[str, Any]) -> None:
     """Errors of all ways over PEFT's; value: the largest."""
-    own = gate.rms(gate.errors(peft, truth.logits))
-    found["rms"] = {"peft": own, "formula": truth.plain_rms}
-    found["rms"] |= {way: gate.rms(gate.errors(logits, truth.logits)) for way, logits in made.items()}
+    exact = torch.cat([truth.logits for truth in truths])
+    own = gate.rms(gate.errors(peft, exact))
+    found["rms"] = {"peft": own, "formula": sum(truth.plain_rms**2 for truth in truths) ** 0.5 / len(truths) ** 0.5}
+    found["rms"] |= {way: gate.rms(gate.errors(logits, exact)) for way, logits in made.items()}
     over = {way: found["rms"][way] / own for way in made}
     found["value"] = max(over.values())
     identical = "bit for bit" if found["base_batch"]["identical"] else "not bit for bit"

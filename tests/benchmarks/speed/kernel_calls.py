@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
@@ -84,14 +84,14 @@ def operations(device: str, backends: Sequence[str], *, guarded: bool) -> int:
     for shape, told in (SHAPES | MORE).items():
         for dtype in dtypes:
             for name in backends:
-                c, guards = case(dtype, device=device, **told), Guards()
-                if guarded:
-                    c = guards.case(c)
-                    with guards.outputs():
+                c, guards, what = case(dtype, device=device, **told), Guards(), f"{name}, {shape}, {dtype}"
+                c = guards.case(c) if guarded else c
+                try:
+                    with guards.outputs() if guarded else nullcontext():
                         properties.check_numbers(c, name)
-                else:
-                    properties.check_numbers(c, name)
-                guards.check(f"{name}, {shape}, {dtype}")
+                except AssertionError as error:
+                    raise GateError(f"{what}: the kernels must give the numbers of the formula") from error
+                guards.check(what)
                 count += 1
     return count
 
