@@ -44,6 +44,7 @@ def forward(
         if typo in kwargs and typo not in runtime.parameters:
             raise TypeError(f"{typo!r} must be spelled {name!r}: a list with one entry per row")
     with runtime.lock:
+        runtime.follow_loads()
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:
             runtime.rest(seat=True)

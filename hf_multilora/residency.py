@@ -140,11 +140,15 @@ class Residency(Filling):
             self._watched = Watched(families, each, rest)
         return self._watched
 
+    def follow_loads(self) -> None:
+        """What comes on the current stream comes after the loads so far, which nobody waited for."""
+        for staging in self.staging.values():
+            staging.join()
+
     def refresh(self) -> None:
         """After slots changed: give every module the layout it shares with the modules whose pools look the same. A
         layout stays with its modules, so that captured graphs find it; where there are any, also without adapters."""
-        for staging in self.staging.values():
-            staging.join()
+        self.follow_loads()
         if not self._stale:
             return
         layouts: list[Layout] = []

@@ -26,8 +26,9 @@ class Joint:
         """The spans as they now are, by one copy."""
         self.bound = max(layout.no_rows.shape[1] for layout in self.layouts if layout is not None)
         self.most = max(layout.most for layout in self.layouts if layout is not None)
-        host = torch.zeros(self.tables.shape, dtype=torch.int32)
+        _, pieces, slots = self.tables.shape
+        starts, ranks = ([[0] * slots for _ in range(pieces)] for _ in range(2))  # lists: 10 us instead of 100
         for i, layout in enumerate(self.layouts):
             for slot, (start, r) in {} if layout is None else layout.spans.items():
-                host[0, i, slot], host[1, i, slot] = start, r
-        self.tables.copy_(host)
+                starts[i][slot], ranks[i][slot] = start, r
+        self.tables.copy_(torch.tensor([starts, ranks], dtype=torch.int32))
