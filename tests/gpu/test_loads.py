@@ -89,14 +89,14 @@ def test_a_call_on_another_stream_comes_after_the_load(large: Family) -> None:
     """No row changes its slot, so nothing that the request writes makes the host wait for the copy."""
     model, inputs, side = model_of(large, max_loras=1), same_ids(2).cuda(), torch.cuda.Stream()
     for name in ("x", "y", "x", "z"):
-        names = [name, None]
-        logits(model, inputs, names)
+        logits(model, inputs, [name, None])
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     with model.adapters(["x", None]), torch.cuda.stream(side):
         got = model(input_ids=inputs).logits
         event = side.record_event()
     assert not event.query(), "control: the load has not begun yet"
+    torch.cuda.synchronize()
     assert_rows(got.cpu(), large.truth(same_ids(2), ["x", None]), 2e-3)
 
 
