@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from transformers.utils import logging
 
 from . import passes
@@ -45,6 +46,8 @@ def forward(
             raise TypeError(f"{typo!r} must be spelled {name!r}: a list with one entry per row")
     with runtime.lock:
         runtime.follow_loads()
+        if forward_ad._current_level >= 0 and (names is not None or ids is not None or runtime.routing.active):
+            runtime.refuse_tangents()
         rows = runtime.resolve(names, ids)
         if rows is None and not runtime.routing.open:
             runtime.rest(seat=True)

@@ -118,6 +118,7 @@ class Filling(Sites):
         slot. Raises CapacityError where the memory of a device runs out, also without what was brought ahead for
         others.
         """
+        self.routing.require_no_transform()
         self.routing.shared = None  # computed with what was in the slot
         try:
             self._fill(slot, host)

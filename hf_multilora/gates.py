@@ -20,13 +20,14 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from .sources import source_of
 
-# (type of a module, the function in its attribute `act`) -> activation. Other variants of GELU round at each of their
-# steps: in bfloat16 they are as far from this one as the value itself.
-MODULES: dict[tuple[type, Any], str] = {
-    (nn.SiLU, None): "silu",
-    (SiLUActivation, None): "silu",
-    (GELUTanh, F.gelu): "gelu_tanh",
+# type of a module, the function in its attribute `act`, its forward (kernel packages give classes others) ->
+# activation. Other variants of GELU round at each of their steps: in bfloat16 they are far from this one.
+MODULES: dict[tuple[type, Any, Any], str] = {
+    (nn.SiLU, None, nn.SiLU.forward): "silu",
+    (SiLUActivation, None, SiLUActivation.forward): "silu",
+    (GELUTanh, F.gelu, GELUTanh.forward): "gelu_tanh",
 }
+CALL, SILU = nn.Module.__call__, F.silu  # what those modules run
 FUNCTIONS: dict[Any, str] = {F.silu: "silu"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CODE = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")  # what a function does
@@ -56,9 +57,9 @@ def gate_of(module: nn.Module) -> Gate | None:
         return None
     if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
         return None
-    found = _read(forward)
-    if found is None:
-        return None
+    found = _read(forward, forward.__code__)
+    if found is None or any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]) or type(cls) is not type:
+        return None  # classes are made from it, which such a one may refuse or note
     gate, up, act, down = (_child(module, name) for name in astuple(found))
     if (
         not all(isinstance(child, nn.Linear) for child in (gate, up, down))
@@ -75,12 +76,15 @@ def activation_of(act: Any) -> str | None:
     `forward`."""
     if not isinstance(act, nn.Module):
         return FUNCTIONS.get(act) if isinstance(act, FunctionType) else None
+    cls: Any = type(act)
     if "forward" in act.__dict__ or any(act.__dict__.get(hooks) for hooks in HOOKS):
+        return None
+    if cls.__call__ is not CALL or F.silu is not SILU:
         return None
     inner = act.__dict__.get("act")  # GELUTanh: a partial of F.gelu, or a method of its own
     if inner is not None and getattr(inner, "keywords", None) != {"approximate": "tanh"}:
         return None
-    return MODULES.get((type(act), getattr(inner, "func", None)))
+    return MODULES.get((cls, getattr(inner, "func", None), cls.forward))
 
 
 def _child(module: nn.Module, name: str) -> Any:
@@ -92,8 +96,9 @@ def _child(module: nn.Module, name: str) -> Any:
 
 
 @functools.cache
-def _read(forward: FunctionType) -> Gate | None:
-    """The names of the parts, from the source of a `forward` that is what its source says."""
+def _read(forward: FunctionType, code: CodeType) -> Gate | None:
+    """The names of the parts, from the source of a `forward` that is what its source says. code: its own, which may be
+    replaced."""
     if hasattr(forward, "__wrapped__") or forward.__defaults__ or forward.__kwdefaults__:
         return None
     try:
@@ -105,7 +110,7 @@ def _read(forward: FunctionType) -> Gate | None:
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or body[0].decorator_list:
         return None
     found = _matched(_form(body[0]))
-    return found if found and _parts_of(forward.__code__) in _compiled(tree, body[0].name) else None
+    return found if found and _parts_of(code) in _compiled(tree, body[0].name) else None
 
 
 def _compiled(tree: ast.Module, name: str) -> list[tuple[Any, ...]]:

@@ -209,16 +209,16 @@ class Layout:
         self.live = not present.isdisjoint(self.spans)
         self.whole = present <= self.spans.keys()
         self.widest = max((self.spans[slot][1] for slot in present if slot in self.spans), default=0)
-        rows, now = table.row_slots.shape[0], self.shut if self.gated else self.own.t()
-        if now.shape[0] != rows:
-            fresh = self.kept.get(rows)
-            if fresh is None and self.gated:
-                fresh = torch.empty(rows, self.capacity, dtype=torch.bool, device=self.device)
-            elif fresh is None:
-                fresh = torch.empty(2, rows, dtype=torch.int64, device=self.device)
+        rows, now = table.row_slots.shape[0], self.shut if self.gated else self.own
+        fresh = self.kept.get(rows, now)
+        if fresh.shape[0 if self.gated else 1] != rows and self.gated:
+            fresh = torch.empty(rows, self.capacity, dtype=torch.bool, device=self.device)
+        elif fresh.shape[0 if self.gated else 1] != rows:
+            fresh = torch.empty(2, rows, dtype=torch.int64, device=self.device)
+        if keep:
+            self.kept[rows] = fresh
+        if fresh is not now:
             fixed(fresh)
-            if keep:
-                self.kept[rows] = fresh
             if self.gated:
                 self.shut = fresh
                 self._cut()

@@ -20,6 +20,7 @@ from .layers.augmented import prepare
 from .layers.joint import Joint
 from .patches.facts import Facts
 from .pool import Layout, bucket
+from .routing import RoutingError
 from .store import AdapterStore
 
 logger = logging.get_logger(__name__)
@@ -144,6 +145,15 @@ class Residency(Filling):
         """What comes on the current stream comes after the loads so far, which nobody waited for."""
         for staging in self.staging.values():
             staging.join()
+
+    def refuse_tangents(self) -> None:
+        """Raises RoutingError where Triton's kernels compute adapters: they would lose tangents without a word."""
+        for name, (_, site) in self.sites.items():
+            if site.layout is not None and site.backend.name != TORCH:
+                raise RoutingError(
+                    f"forward-mode derivatives need backend='torch', {name} is computed by Triton's kernels, which "
+                    f"have none: load the model with from_pretrained(..., backend='torch'), or use backward()"
+                )
 
     def refresh(self) -> None:
         """After slots changed: give every module the layout it shares with the modules whose pools look the same. A

@@ -75,6 +75,7 @@ class Routing:
         self._entered: tuple[Any, ...] | None = None
         self.tables: dict[tuple[torch.device, int], RowTables] = {}
         self._written: tuple[int, ...] | None = None
+        self._loose = False  # it went to tables that are not kept, so no graph may read them
         self._settle()
 
     def _settle(self) -> None:
@@ -133,6 +134,15 @@ class Routing:
                 "not await inside a block, or hold an asyncio.Lock around it"
             )
 
+    @staticmethod
+    def require_no_transform() -> None:
+        """Raises RoutingError inside a transform of torch.func: what is made there ends with it."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RoutingError(
+                "inside a torch.func transform (grad, vjp, vmap, ...) adapters cannot be named or loaded: open "
+                "`with model.adapters(names):` around the transform, and name none inside"
+            )
+
     @property
     def row_slots(self) -> tuple[int, ...]:
         """The slot of each of `rows`, known on the host."""
@@ -173,7 +183,7 @@ class Routing:
         if entered != self._entered:
             self._entered = entered
             self.stamp += 1
-        if slots != self._written:
+        if slots != self._written or (self._loose and not self.ragged):
             self._write(slots)
         present = set(slots)
         self.active = present != {BASE} and bool(present)
@@ -195,7 +205,7 @@ class Routing:
                     written[layout.device] = self._table(layout.device, len(slots))
                     written[layout.device].data.copy_(host.data)
                 layout.write(written[layout.device], present, keep=not self.ragged)
-        self._written = slots
+        self._written, self._loose = slots, self.ragged
 
     def _table(self, device: torch.device, rows: int) -> RowTables:
         """The tables for that many rows on a device. Those of packed rows, which have any number of tokens, are not
@@ -232,7 +242,15 @@ class Routing:
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no request: they answer with the standing adapter."""
         state = dict(
-            self.__dict__, stack=[], open=False, _written=None, layouts=[], tables={}, shared=None, _entered=None
+            self.__dict__,
+            stack=[],
+            open=False,
+            _written=None,
+            layouts=[],
+            tables={},
+            shared=None,
+            _entered=None,
+            captured_at=None,
         )
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)

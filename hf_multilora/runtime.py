@@ -271,6 +271,7 @@ class Runtime(Residency):
     def request(self, ids: Sequence[int], *, ragged: bool = False) -> Iterator[None]:
         """Route `ids` (one per row; ragged: one per token) while the block runs; nothing is left behind."""
         with self.lock:
+            self.routing.require_no_transform()
             self.require_heads(ids)
             self.rest(seat=False)
             slots = self.seat(ids)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from hf_multilora import CapacityError, KernelError, MultiLoRAModel
 from hf_multilora.kernels.backends import TRITON_FIXED, has_triton, interpreted
+from hf_multilora.routing import RoutingError
 from tests.tiny import Family, assert_rows, error, gpt2, ids, llama, logits, same_ids
 
 TRITON_HERE = pytest.mark.skipif(
@@ -165,3 +167,46 @@ def test_pins_that_wait_beside_a_default(family: Family) -> None:
     with torch.no_grad():
         got = model(input_ids=same_ids(1)).logits
     assert error(got, family.truth(same_ids(1), ["c"])) < 1e-5 < error(got, family.truth(same_ids(1), [None]))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_adapters_are_not_named_inside_a_torch_func_transform(family: Family, transform: Any) -> None:
+    """What was made there would end with it; the model stays usable, and a block around the transform serves it."""
+    model, names, inputs = family.model(), ["a", None], same_ids(2)
+    model.requires_grad_(False)
+    x = model.get_input_embeddings()(inputs).detach()
+
+    def loss(z: Any) -> Any:
+        return model(inputs_embeds=z, adapter_names=names).logits.square().sum()
+
+    with pytest.raises(RoutingError, match="around the transform"):
+        transform(loss)(x if transform is torch.func.grad else x[None])
+    assert_rows(logits(model, inputs, names), family.truth(inputs, names))
+    with model.adapters(names):
+        got = torch.func.grad(lambda z: model(inputs_embeds=z).logits.square().sum())(x)
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    assert error(got, leaf.grad) < 1e-5 < 1e-3 < error(got.roll(1, 0), leaf.grad)
+
+
+@TRITON_HERE
+def test_forward_mode_derivatives_through_kernels_are_refused(family: Family) -> None:
+    model, inputs = family.model(backend="triton"), same_ids(2)
+    before = logits(model, inputs, ["a", None])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RoutingError, match="backend='torch'"):
+        logits(model, inputs, ["a", None])
+    assert torch.equal(logits(model, inputs, ["a", None]), before)
+
+
+@torch.no_grad()
+def test_a_linear_with_a_call_of_its_own_keeps_it(family: Family) -> None:
+    class Doubled(nn.Linear):
+        def __call__(self, x: Any) -> Any:
+            return super().__call__(x) * 2
+
+    base, inputs, names = copy.deepcopy(family.base), same_ids(3), ["a", None, "b"]
+    base.model.layers[0].self_attn.q_proj.__class__ = Doubled
+    want = copy.deepcopy(base)(input_ids=inputs[1:2]).logits
+    model = MultiLoRAModel.from_pretrained(base, {name: str(path) for name, path in family.paths.items()})
+    torch.testing.assert_close(logits(model, inputs, names)[1:2], want)
+    assert error(family.base(input_ids=inputs[1:2]).logits, want) > 1e-3

@@ -170,7 +170,7 @@ def renamed(module: nn.Module, **values: Any) -> None:
 MODULES: dict[str, tuple[Callable[[Any], object], Gate | None]] = {
     "as it is": (lambda m: m, GATE),
     "linears with our mixins": (lambda m: setattr(m.up, "__class__", mix((Mixin,), nn.Linear)), GATE),
-    "our mixin on the module": (lambda m: setattr(m, "__class__", mix((Mixin,), Gated)), GATE),
+    "a class that follows its subclasses": (lambda m: setattr(m, "__class__", mix((Mixin,), Gated)), None),
     "activation of unknown kind": (lambda m: renamed(m, act=nn.Tanh()), GATE),
     "function": (lambda m: renamed(m, act=F.relu), GATE),
     "own forward": (lambda m: setattr(m, "forward", m.forward), None),

@@ -109,6 +109,27 @@ def test_layouts_keep_their_addresses_while_adapters_come_and_go(family: Family)
     assert {s.layout.spans[0][1] for _, s in model._multilora.sites.values()} == {5}, "control: b is in the slot"
 
 
+@pytest.mark.parametrize("packed", [[3, 4], [1, 6]])
+def test_rows_that_a_graph_reads_are_kept_also_after_packed_ones(family: Family, packed: list[int]) -> None:
+    """A packed row of as many tokens as there are rows later, with the same slots or others, leaves nothing behind."""
+    model, names = family.model("a", "b", max_loras=2), ["a"] * 3 + ["b"] * 4
+    routing, layouts = model._multilora.routing, lambda: model._multilora.routing.layouts
+    positions = torch.cat([torch.arange(count) for count in packed])[None]
+    with torch.no_grad():
+        model(input_ids=ids(1, 7), position_ids=positions, adapter_names=["a", "b"], use_cache=False)
+    logits(model, ids(7), names)
+    with model.adapters(names):
+        seen = [(table.row_slots.data_ptr(), table.order.data_ptr()) for table in routing.tables.values()]
+        shut = [layout.shut.data_ptr() for layout in layouts()]
+        assert any(table is layouts()[0].table for table in routing.tables.values()), "it is kept"
+    logits(model, ids(3), ["a", "b", None])
+    with model.adapters([*names[1:], None]):
+        assert [layout.shut.data_ptr() for layout in layouts()] == shut
+        table = layouts()[0].table
+        assert (table.row_slots.data_ptr(), table.order.data_ptr()) in seen
+        assert table.row_slots.tolist() == list(routing.row_slots) and routing.row_slots[-1] == -1
+
+
 def test_a_captured_call_covers_the_whole_pool(
     family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

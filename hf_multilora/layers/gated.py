@@ -29,19 +29,24 @@ class GatedLayer:
 
 
 def _rebuild(own: type) -> Any:
-    mixed: Any = _mix(own, own.forward)  # type: ignore[attr-defined]
+    mixed: Any = _mixed(own)
     return mixed.__new__(mixed)
 
 
+def _mixed(own: Any) -> type:
+    return _mix(own, own.forward, own.forward.__code__)
+
+
 @functools.cache
-def _mix(own: Any, read: Any) -> type:
-    """Under the name and module of `own`. read: its `forward`, whose source was read; another one that it gets later,
-    as kernel packages give classes, is what runs."""
+def _mix(own: Any, read: Any, code: Any) -> type:
+    """Under the name and module of `own`. read, code: its `forward`, whose source was read; another one that it gets
+    later, as kernel packages give classes, is what runs."""
 
     @functools.wraps(read)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         gate = self.__dict__.get(ATTRIBUTE)
-        if gate is not None and own.forward is read and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        known = own.forward is read and read.__code__ is code
+        if gate is not None and known and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             found = product(self, gate, args[0])
             if found is not None:
                 return self._modules[gate.down](found)
@@ -53,9 +58,11 @@ def _mix(own: Any, read: Any) -> type:
 
 def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
     """act(gate(x)) * up(x) [..., n] of x [..., K]; None where the children must be called for it."""
-    modules = module._modules
-    gate, up = modules.get(names.gate), modules.get(names.up)
-    if gate is None or up is None or modules.get(names.down) is None or not (_lora_alone(gate) and _lora_alone(up)):
+    modules, own = module._modules, module.__dict__
+    gate, up, act = modules.get(names.gate), modules.get(names.up), own.get(names.act, modules.get(names.act))
+    if names.gate in own or names.up in own or names.down in own or modules.get(names.down) is None:
+        return None
+    if gate is None or up is None or not (_lora_alone(gate) and _lora_alone(up)):
         return None
     slots: ModuleSlots = gate.__dict__["_lora"]
     if torch.compiler.is_compiling() or slots.routing.idle:
@@ -65,7 +72,6 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
         return None
     if merged.members[index][0] is not gate or merged.members[1 - index][0] is not up:
         return None
-    act = modules[names.act] if names.act in modules else module.__dict__.get(names.act)
     kind = activation_of(act)
     return None if kind is None else merged.product(x, Gated(index, kind))
 
@@ -80,7 +86,7 @@ def follow(module: nn.Module, gate: Gate) -> None:
     """Compute the MLP as one from now on. gate: as `gate_of` gives it."""
     own: Any = type(module)
     module.__dict__[ATTRIBUTE] = gate
-    module.__class__ = _mix(own, own.forward)
+    module.__class__ = _mixed(own)
 
 
 def unfollow(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ def can_lay(module: nn.Module, slots: ModuleSlots) -> bool:
         not slots.tied
         and isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
+        and own_class(module).__call__ is nn.Module.__call__
         and type(weight) is nn.Parameter
         and not (weight.is_meta or weight.is_inference())
         and weight.dtype == slots.a.dtype
@@ -24,6 +25,12 @@ def can_lay(module: nn.Module, slots: ModuleSlots) -> bool:
         and tuple(weight.shape) == (slots.out_features, slots.in_features)
         and (module.bias is None or _goes_with(module.bias, weight))
     )
+
+
+def own_class(module: nn.Module) -> type:
+    """The class that layers are mixed into."""
+    cls = type(module)
+    return cls.__bases__[-1] if "_mixed" in cls.__dict__ else cls
 
 
 def _goes_with(bias: object, weight: nn.Parameter) -> bool:

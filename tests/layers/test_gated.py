@@ -140,11 +140,16 @@ def whole_forward(model: Any) -> None:
     mlp.forward = lambda x: mlp.down_proj(mlp.gate_proj(x))
 
 
+def shadowed(model: Any) -> None:
+    mlps(model)[0].__dict__["act_fn"] = nn.functional.relu
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "hook on gate": hook("gate_proj"),
     "hook on up": hook("up_proj"),
     "hook on act": hook("act_fn"),
     "another activation": replaced,
+    "a function over the activation": shadowed,
     "forward of up": own_forward,
     "forward of the MLP": whole_forward,
 }
@@ -188,6 +193,43 @@ def test_a_forward_that_the_class_gets_later(
         assert not asked, "it is no gated MLP now"
     assert torch.equal(logits(model, inputs, names), before)
     assert_rows(logits(fresh, inputs, names), before)
+
+
+@pytest.mark.parametrize("where", ["activation", "call", "silu", "code"])
+@torch.no_grad()
+def test_what_is_patched_below(llamas: Family, asked: list[bool], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    model, inputs, names = llamas.model(backend="triton"), same_ids(3), ["a", None, "c"]
+    before, mlp = logits(model, inputs, names), mlps(llamas.base)[0]
+    act, forward = type(mlp.act_fn), type(mlp).forward
+    if where == "activation":
+        monkeypatch.setattr(act, "forward", lambda self, x: x * 2)
+    elif where == "call":
+        monkeypatch.setattr(act, "__call__", lambda self, x: x * 2)
+    elif where == "silu":
+        monkeypatch.setattr(nn.functional, "silu", lambda x, inplace=False: x * 2)
+    else:  # as when a file is loaded again
+        monkeypatch.setattr(forward, "__code__", (lambda self, x: self.down_proj(self.up_proj(x) * 2)).__code__)
+    want = logits(llamas.model(backend="torch"), inputs, names)
+    asked.clear()
+    assert_rows(logits(model, inputs, names), want)
+    assert True not in asked and float((want - before).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def test_a_class_that_may_have_no_subclasses(llamas: Family, asked: list[bool], tmp_path: Path) -> None:
+    class Own(type(mlps(llamas.base)[0])):  # type: ignore[misc]
+        def __init_subclass__(cls, *, reason: str) -> None:
+            super().__init_subclass__()
+
+    base = copy.deepcopy(llamas.base)
+    for mlp in mlps(base):
+        mlp.__class__ = Own
+    model, inputs, names = llamas.model(backend="triton"), same_ids(3), ["a", None, "c"]
+    own = MultiLoRAModel.from_pretrained(base, {n: str(p) for n, p in llamas.paths.items()}, backend="triton")
+    want = logits(model, inputs, names)
+    asked.clear()
+    assert_rows(logits(own, inputs, names), want)
+    assert not asked and type(mlps(own)[0]) is Own
 
 
 @torch.no_grad()
