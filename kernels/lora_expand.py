@@ -51,71 +51,71 @@ def of_slice(piece, out, out_1, out_2, out_3, SLICES: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_kernel(
     y, h, out, out_1, out_2, out_3, b, order, offsets, starts, ranks, slices, scale, bias,
-    rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane, across,
+    rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, LOOP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
-    across: programs that a tile's columns take; they follow each other, so that rows of y are read from end to end. y
-    of the next columns is read before those at hand are written.
     out, out_1, ...: of the slices, each [R, T, its columns]. PLANES: partial sums in h, `plane` elements apart, added
     in their order. OWN_COLUMNS: h has a column for every rank row of the pool, from column `shift` on, those of the
     slices interleaved; else column 0 of its slice's `max_rank` columns is the slot's first. STEPS: as in the shrink.
     PDL: it is launched while the kernel before it still runs, and reads what that one writes after the wait only.
     """
-    slot, first, end = find_tile(tl.program_id(0) // across, offsets, rows, tokens, slots, SLOTS, BLOCK_M)
+    slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     if slot > slots:
         return
     token, live = tokens_of(order, first, end, tokens, BLOCK_M)
-    tile = (tl.program_id(0) % across) * LOOP
-    piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N, EVEN)
-    columns = column + tl.arange(0, BLOCK_N)
-    y_rows = y + token[:, None] * stride_y
-    if not PDL:
-        edge = live[:, None] & ((columns < width) & (piece < SLICES))[None, :]
-        before = tl.load(y_rows + (left + columns)[None, :], mask=edge, other=0.0)
-    tl.static_assert(LOOP == 1 or not PDL, "nothing may be read ahead of the wait")
     for i in tl.static_range(LOOP):
-        if i + 1 < LOOP:
-            next_piece, next_left, next_width, next_offset, column = find_columns(
-                tile + i + 1, slices, n, SLICES, BLOCK_N, EVEN
+        tile = tl.program_id(1) * LOOP + i
+        piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N, EVEN)
+        if piece < SLICES:
+            expand_columns(
+                y, h, b, of_slice(piece, out, out_1, out_2, out_3, SLICES), starts, ranks, scale, bias,
+                slot, token, live, piece, left, width, offset, column,
+                n, slots, max_rank, stride_y, stride_h, shift, plane,
+                SLICES, PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
             )  # fmt: skip
-            next_columns = column + tl.arange(0, BLOCK_N)
-            edge = live[:, None] & ((next_columns < next_width) & (next_piece < SLICES))[None, :]
-            after = tl.load(y_rows + (next_left + next_columns)[None, :], mask=edge, other=0.0)
-        inside = (columns < width) & (piece < SLICES)
-        edge = live[:, None] & inside[None, :]
-        entry, own = piece * slots + slot, (slot < slots) & (piece < SLICES)
-        r = tl.load(ranks + entry, mask=own, other=0)
-        start = tl.load(starts + entry, mask=own, other=0).to(tl.int64)
-        at = tl.arange(0, BLOCK_R)
-        b_tile = b + offset + start * width + columns[None, :]
-        some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            before = tl.load(y_rows + (left + columns)[None, :], mask=edge, other=0.0)
-        if OWN_COLUMNS:
-            h_tile, lane = h + shift + token[:, None] * stride_h + start * SLICES + piece, SLICES
-        else:
-            h_tile, lane = h + token[:, None] * stride_h + piece * max_rank, 1
-        total = over_ranks(
-            h_tile, lane, plane, b_tile, width, some_b, r, live, inside, out.dtype.element_ty == tl.bfloat16,
-            PLANES, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
-        )  # fmt: skip
-        total += before.to(tl.float32)
-        if SCALE:
-            factor = tl.load(scale + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=1.0)
-            total *= factor.to(tl.float32)[None, :]
-        if BIAS:
-            more = tl.load(bias + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=0.0)
-            total += more.to(tl.float32)[None, :]
-        place = of_slice(piece, out, out_1, out_2, out_3, SLICES) + token[:, None] * width + columns[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=edge)
-        if i + 1 < LOOP:
-            piece, left, width, offset = next_piece, next_left, next_width, next_offset
-            columns, before = next_columns, after
+
+
+@triton.jit
+def expand_columns(
+    y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
+    n, slots, max_rank, stride_y, stride_h, shift, plane,
+    SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of columns of one slice, for the tokens of one slot."""
+    entry = piece * slots + slot
+    r = tl.load(ranks + entry, mask=slot < slots, other=0)
+    start = tl.load(starts + entry, mask=slot < slots, other=0).to(tl.int64)
+    columns = column + tl.arange(0, BLOCK_N)
+    inside = columns < width
+    edge = live[:, None] & inside[None, :]
+    if OWN_COLUMNS:
+        h_tile, lane = h + shift + token[:, None] * stride_h + start * SLICES + piece, SLICES
+    else:
+        h_tile, lane = h + token[:, None] * stride_h + piece * max_rank, 1
+    b_tile = b + offset + start * width + columns[None, :]
+    at = tl.arange(0, BLOCK_R)
+    some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    before = tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0)
+    total = over_ranks(
+        h_tile, lane, plane, b_tile, width, some_b, r, live, inside, out.dtype.element_ty == tl.bfloat16,
+        PLANES, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
+    )  # fmt: skip
+    total += before.to(tl.float32)
+    if SCALE:
+        factor = tl.load(scale + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=1.0)
+        total *= factor.to(tl.float32)[None, :]
+    if BIAS:
+        more = tl.load(bias + slot.to(tl.int64) * n + left + columns, mask=inside & (r > 0), other=0.0)
+        total += more.to(tl.float32)[None, :]
+    tl.store(out + token[:, None] * width + columns[None, :], total.to(out.dtype.element_ty), mask=edge)
 
 
 @triton.jit

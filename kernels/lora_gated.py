@@ -80,17 +80,17 @@ def lora_gated_rows_kernel(
 @triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_gated_kernel(
     y, h, out, b, order, offsets, starts, ranks,
-    rows, tokens, width, slots, max_rank, stride_y, stride_h, shift, plane, across, offset,
+    rows, tokens, width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
     GATE: tl.constexpr, ACT: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, tile of columns) writes out[tokens of the tile, columns]; letters as in lora_expand.py."""
-    slot, first, end = find_tile(tl.program_id(0) // across, offsets, rows, tokens, slots, SLOTS, BLOCK_M)
+    slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
     if slot > slots:
         return
     token, live = tokens_of(order, first, end, tokens, BLOCK_M)
-    columns = (tl.program_id(0) % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < width
     edge = live[:, None] & inside[None, :]
     r_0 = tl.load(ranks + slot, mask=slot < slots, other=0)

@@ -20,9 +20,7 @@ from .lora_expand import lora_expand_kernel
 from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
-MANY = 1 << 12  # tokens of a call from which a program of the expand writes more columns
-# Tokens of a call up to which a kernel is launched before the end of the one before; beyond, it would be in the way
-SHORT = 1 << 8
+MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
 # An expand of as few tokens gives each a program per FEW_BYTES of a row of B; beyond, those of one slot share B
 FEW, FEW_PER_SLOT, FEW_BYTES = 256, 2, 256
 NARROW = 64  # tokens per group up to which the smallest tile is used
@@ -41,8 +39,7 @@ class Tiles:
 
 
 FIXED = Tiles(16, 16, 64, 64)
-LOW = Tiles(16, 16, 128, 256)  # of low ranks: little to multiply, what counts is the order of reads and writes
-LONG = replace(LOW, loop=4)
+LONG = Tiles(16, 16, 128, 256, loop=4)
 
 
 @functools.cache
@@ -121,7 +118,7 @@ def _shrink(
     constants = {
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_K": t.block_k,
         "EVEN_K": k % block == 0, "STEPS": steps(dtype), "PRECISION": exact, "SLICES": pieces,
-        "PDL": early and rows * tokens <= SHORT and dependent_launch(device),
+        "PDL": early and dependent_launch(device),
     }  # fmt: skip
     numbers = (rows, tokens, k, slots, max_rank, blocks, chunk, stride, stride_a, width, rows * tokens * width)
     return Launcher(lora_shrink_kernel, (count, pieces * blocks, split), numbers, constants, t.warps, 3)
@@ -158,17 +155,17 @@ def _expand(
     before the kernel before it on the stream has ended, which wrote neither b nor tables."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
-    if bound <= 16 and dtype.itemsize == 2 and not fixed:
-        t = LONG if rows * tokens >= MANY else LOW
+    if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
+        t = LONG if rows * tokens >= MANY else replace(LONG, loop=2 if t.block_m > 16 else 1)
     constants = {
         "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
         "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
-        "PDL": early and rows * tokens <= SHORT and dependent_launch(device),
+        "PDL": early and dependent_launch(device),
     }  # fmt: skip
-    across = triton.cdiv(triton.cdiv(n, t.block_n) + pieces - 1, t.loop)
-    grid = (tile_bound(rows, tokens, groups, t.block_m) * across, 1, 1)
-    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane, across)
+    columns = triton.cdiv(n, t.block_n) + pieces - 1
+    grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
+    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane)
     return Launcher(lora_expand_kernel, grid, numbers, constants, t.warps, 1)
 
 

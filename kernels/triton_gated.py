@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .launch import Bound, Launcher, dependent_launch
 from .lora_gated import lora_gated_kernel, lora_gated_rows_kernel
-from .triton_backend import FEW_BYTES, LOW, SHORT, few, precision, steps, tile_bound, tiles
+from .triton_backend import FEW_BYTES, LONG, few, precision, steps, tile_bound, tiles
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -40,16 +40,15 @@ def _tiles(
     """columns: of h for each slice."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(columns, 32)
     t = tiles(rows * tokens, groups, bound, dtype.itemsize)
-    block_m, block_n = (LOW.block_m, LOW.block_n // 2) if bound <= 16 and dtype.itemsize == 2 else (t.block_m, 64)
+    block_m, block_n = (LONG.block_m, LONG.block_n // 2) if bound <= 16 and dtype.itemsize == 2 else (t.block_m, 64)
     constants = {
         "GATE": piece, "ACT": act, "PLANES": planes, "OWN_COLUMNS": own_columns,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": block_m, "BLOCK_R": t.block_r, "BLOCK_N": block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "PDL": rows * tokens <= SHORT and dependent_launch(device),
+        "STEPS": steps(dtype), "PRECISION": exact, "PDL": dependent_launch(device),
     }  # fmt: skip
-    across = triton.cdiv(width, block_n)
-    grid = (tile_bound(rows, tokens, groups, block_m) * across, 1, 1)
+    grid = (tile_bound(rows, tokens, groups, block_m), triton.cdiv(width, block_n), 1)
     shift = 2 * width if own_columns else 0
-    numbers = (rows, tokens, width, slots, columns, stride, stride_h, shift, plane, across, offset)
+    numbers = (rows, tokens, width, slots, columns, stride, stride_h, shift, plane, offset)
     return Launcher(lora_gated_kernel, grid, numbers, constants, t.warps, 1)
 
 

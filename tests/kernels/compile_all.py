@@ -118,7 +118,7 @@ def main(targets: list[int]) -> int:
                 constants = common | {
                     "BLOCK_N": t.block_n, "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own,
                     "SCALE": pieces > 1, "BIAS": pieces > 1, "LOOP": t.loop,
-                    "PDL": early and t.loop == 1, "EVEN": True,
+                    "PDL": early, "EVEN": True,
                 }  # fmt: skip
                 pointers = data | {"h": f"*{dtype}" if own else "*fp32"}
                 extra = {"slices": "*i64", "scale": f"*{dtype}", "bias": f"*{dtype}"}
