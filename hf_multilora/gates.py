@@ -29,7 +29,6 @@ MODULES: dict[tuple[type, Any, Any], str] = {
 }
 CALL, SILU = nn.Module.__call__, F.silu  # what those modules run
 FUNCTIONS: dict[Any, str] = {F.silu: "silu"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CODE = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")  # what a function does
 
 Form = tuple[Any, ...]  # ("x",), ("*", form, form) or (child, form)
@@ -72,13 +71,11 @@ def gate_of(module: nn.Module) -> Gate | None:
 
 
 def activation_of(act: Any) -> str | None:
-    """Which of "silu" and "gelu_tanh" it is, by exact types; None for others, and for a module with hooks or an own
-    `forward`."""
+    """Which of "silu" and "gelu_tanh" it is, by exact types; None for others. Hooks and a `forward` of its own are
+    left to the caller."""
     if not isinstance(act, nn.Module):
         return FUNCTIONS.get(act) if isinstance(act, FunctionType) else None
     cls: Any = type(act)
-    if "forward" in act.__dict__ or any(act.__dict__.get(hooks) for hooks in HOOKS):
-        return None
     if cls.__call__ is not CALL or F.silu is not SILU:
         return None
     inner = act.__dict__.get("act")  # GELUTanh: a partial of F.gelu, or a method of its own

@@ -188,7 +188,7 @@ def _keys(slots: ExpertSlots, pairs: Pairs) -> Tensor:
 def _as_wide(h: Tensor, slots: ExpertSlots) -> Tensor:
     """h [n, r] with zeros up to the largest rank that `slots` has: adapters whose A lies elsewhere read that far."""
     assert slots.layout is not None
-    return F.pad(h, (0, max(0, slots.layout.no_rows.shape[1] - h.shape[1])))
+    return F.pad(h, (0, max(0, slots.bound() - h.shape[1])))
 
 
 def _nobody(slots: ExpertSlots) -> int:

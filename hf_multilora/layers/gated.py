@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..gates import Gate, activation_of
 from .base import state_of
+from .plain import plain_call
 from .slots import ModuleSlots
-from .together import Gated
+from .together import Product
 
 ATTRIBUTE = "_gated"  # of the MLP: the names of its children
 
@@ -72,8 +73,8 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
         return None
     if merged.members[index][0] is not gate or merged.members[1 - index][0] is not up:
         return None
-    kind = activation_of(act)
-    return None if kind is None else merged.product(x, Gated(index, kind))
+    kind = None if isinstance(act, nn.Module) and not plain_call(act) else activation_of(act)
+    return None if kind is None else merged.product(x, Product(index, kind))
 
 
 def _lora_alone(module: nn.Module) -> bool:

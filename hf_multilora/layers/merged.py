@@ -20,7 +20,7 @@ from .joint import Joint
 from .plain import plain_call
 from .rows import BASE_ONLY
 from .slots import ModuleSlots
-from .together import Gated, Step, run
+from .together import Product, Step, run
 
 
 class Merged:
@@ -28,8 +28,8 @@ class Merged:
 
     members: the linears and their rank rows, which are views of `buffer` and `b` while they are `laid`.
     whole: all are. sizes: their output features. width: rank rows of each in the occupied prefix. used: views of that,
-    and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. all: of the
-    whole pool, which a captured graph reads. wasted: runs whose outputs the other members did not take.
+    and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. wasted: runs
+    whose outputs the other members did not take.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class Merged:
         self.width = max((slots.layout.width for slots in all_slots if slots.layout is not None), default=0)
         end = self.n + self.width * len(all_slots)
         self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
-        self.all = self.buffer, self.bias_buffer
         fixed(*(tensor for tensor in (*self.used, self.slices, self.b) if tensor is not None))
         self.step = None
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
@@ -168,16 +167,16 @@ class Merged:
             routing.shared = self, x, modes(x), version, versions, found
         return own
 
-    def product(self, x: Tensor, gated: Gated) -> Tensor | None:
+    def product(self, x: Tensor, product: Product) -> Tensor | None:
         """act(gate) * up of these two members' outputs, in untraced code; None where they must be called for it."""
         routing, step = self.members[0][1].routing, self.step
         if x.requires_grad and torch.is_grad_enabled():
             return None
-        if step is None or not step.fits(routing.stamp, x, gated):
+        if step is None or not step.fits(routing.stamp, x, product):
             if self.lead()[1] == BASE_ONLY:
                 return None
             step = None
-        found = None if self.ready() is None else run(self, x, step, gated)
+        found = None if self.ready() is None else run(self, x, step, product)
         return None if found is None else found[0]
 
     def taken(self, shared: tuple[Any, ...], slots: ModuleSlots, x: Tensor) -> Tensor | None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .merged import Merged
 
 
-class Gated(NamedTuple):
-    """Of two members: act(output of member `piece`) * output of the other, in one kernel with both deltas."""
+class Product(NamedTuple):
+    """What a gated MLP multiplies, of two members: act(output of member `piece`) * output of the other."""
 
     piece: int
     act: str
@@ -28,7 +28,7 @@ class Gated(NamedTuple):
 class Step(NamedTuple):
     """What calls have in common while rows, slots and layouts stay as they are: a decode step has hundreds.
 
-    stamp: of the routing. shape, dtype: of x. gated: as asked for. flat: x as a matrix. weight [K, N + w * L], bias:
+    stamp: of the routing. shape, dtype: of x. product: as asked for. flat: x as a matrix. weight [K, N + w * L], bias:
     what it is multiplied with. outs: shapes of the outputs. more: how often the first of them is given to the kernel
     again, in places that it does not use. launch: of the kernel, for what the matmul gives in `given`.
     """
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     stamp: int
     shape: torch.Size
     dtype: torch.dtype
-    gated: Gated | None
+    product: Product | None
     flat: tuple[int, int]
     weight: Tensor
     bias: Tensor | None
@@ -45,13 +45,15 @@ class Step(NamedTuple):
     given: torch.dtype
     launch: Callable[..., None]
 
-    def fits(self, stamp: int, x: Tensor, gated: Gated | None) -> bool:
-        return self.stamp == stamp and self.shape == x.shape and self.dtype == x.dtype and self.gated == gated
+    def fits(self, stamp: int, x: Tensor, product: Product | None) -> bool:
+        return self.stamp == stamp and self.shape == x.shape and self.dtype == x.dtype and self.product == product
 
 
-def run(merged: Merged, x: Tensor, step: Step | None = None, gated: Gated | None = None) -> list[Tensor | None] | None:
-    """The members' outputs for x, in some member of which rows have an adapter, or with `gated` the one that is made of
-    them; None where each is computed better alone. step: of a call like this one."""
+def run(
+    merged: Merged, x: Tensor, step: Step | None = None, product: Product | None = None
+) -> list[Tensor | None] | None:
+    """The members' outputs for x, in some member of which rows have an adapter, or with `product` the one made of them;
+    None where each is computed better alone. step: of a call like this one."""
     if step is not None:
         both = _both(x.view(step.flat) if x.is_contiguous() else x.reshape(step.flat), step.weight, step.bias)
         if both.dtype == step.given:  # else autocast began or ended
@@ -60,7 +62,7 @@ def run(merged: Merged, x: Tensor, step: Step | None = None, gated: Gated | None
     backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, merged.joint
     assert layout is not None and joint is not None
     tracing, kernels = torch.compiler.is_compiling(), backend.expand_laid is not None
-    if (path == ONE or gated is not None) and (tracing or not kernels):
+    if (path == ONE or product is not None) and (tracing or not kernels):
         return None
     if path == ONE:
         assert routing.uniform is not None
@@ -68,42 +70,43 @@ def run(merged: Merged, x: Tensor, step: Step | None = None, gated: Gated | None
     else:
         assert layout.table is not None
         rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
-    (weight, bias), capturing = merged.all if routing.capturing else merged.used, routing.capturing
+    capturing = routing.capturing  # then the whole pool: what is loaded later must be there
+    weight, bias = (merged.buffer, merged.bias_buffer) if capturing else merged.used
     width = (weight.shape[0] - merged.n) // len(merged.members) if capturing else merged.width
     many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, width, merged.buffer.is_cuda)
     bound = joint.most if capturing else joint.bound
-    shapes = [(*x.shape[:-1], size) for size in (merged.sizes if gated is None else merged.sizes[:1])]
+    shapes = [(*x.shape[:-1], size) for size in (merged.sizes if product is None else merged.sizes[:1])]
     gradients = torch.is_grad_enabled() and rows.requires_grad
     if tracing or gradients or not kernels:
-        if many or path == ONE or gated is not None:
+        if many or path == ONE or product is not None:
             return None
         both = F.linear(rows, weight, bias)
         plain = gradients or not kernels
         found = expand_plainly(merged, both) if plain else expand_traced(merged, both, table, joint, backend)
         return [out.view(shape) for out, shape in zip(found, shapes, strict=True)]
     tables = table.order, table.offsets, joint.starts, joint.ranks
-    more = MOST_SLICES - len(shapes) if gated is None else 0
+    more = MOST_SLICES - len(shapes) if product is None else 0
     if not many and rows.numel():
         flat, turned = rows.reshape(-1, rows.shape[2]), weight.t()
         both = _both(flat, turned, bias)
         given = both, rows.shape[0], merged.b, table.row_slots, *tables
-        if gated is None:
+        if product is None:
             launch = backend.expand_laid(*given, merged.slices, merged.n, bound, merged.even)  # type: ignore[misc]
         else:
-            launch = backend.gated_laid(*given, merged.places[1], merged.n, bound, *gated)  # type: ignore[misc]
+            launch = backend.gated_laid(*given, merged.places[1], merged.n, bound, *product)  # type: ignore[misc]
         facts = (flat.shape, turned, bias, shapes, more, both.dtype, launch)
-        merged.step = Step(routing.stamp, x.shape, x.dtype, gated, *facts)  # type: ignore[arg-type]
+        merged.step = Step(routing.stamp, x.shape, x.dtype, product, *facts)  # type: ignore[arg-type]
         return _finish(merged.step, both)
     y = F.linear(rows, *merged.weights)
     outs = [y.new_empty(shape) for shape in shapes]
     if y.numel():
         a = merged.buffer[merged.n :]
         h = backend.shrink(rows.to(a.dtype), a, *tables, bound, early=True)
-        if gated is None:
+        if product is None:
             four = [*outs, *outs[:1] * more]
             backend.expand_parts(y, h, four, merged.b, *tables, merged.slices, merged.even)  # type: ignore[misc]
         else:
-            backend.gated_parts(y, h, *outs, merged.b, *tables, merged.places[1], *gated)  # type: ignore[misc]
+            backend.gated_parts(y, h, *outs, merged.b, *tables, merged.places[1], *product)  # type: ignore[misc]
     return outs  # type: ignore[return-value]
 
 

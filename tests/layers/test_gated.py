@@ -144,6 +144,10 @@ def shadowed(model: Any) -> None:
     mlps(model)[0].__dict__["act_fn"] = nn.functional.relu
 
 
+def own_activation(model: Any) -> None:
+    mlps(model)[0].act_fn.forward = lambda x: x * 2
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "hook on gate": hook("gate_proj"),
     "hook on up": hook("up_proj"),
@@ -151,6 +155,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "another activation": replaced,
     "a function over the activation": shadowed,
     "forward of up": own_forward,
+    "forward of the activation": own_activation,
     "forward of the MLP": whole_forward,
 }
 
