@@ -164,7 +164,7 @@ def test_linears_that_are_not_laid_use_both_kernels(families: dict[str, Family],
     seen: list[Tensor] = []
     for module, _ in model._multilora.sites.values():
         module.register_forward_hook(lambda _module, _args, output: seen.append(output))
-    with launches() as launched:
+    with model.adapters(NAMES), launches() as launched:  # they are loaded before
         got = answer(model, inputs, NAMES)
     sites = len(model._multilora.sites)
     assert launched == ["lora_shrink_kernel", "lora_expand_kernel"] * sites
