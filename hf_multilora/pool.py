@@ -28,6 +28,15 @@ def fixed(*tensors: torch.Tensor) -> None:
         mark_static_address(tensor)
 
 
+def upload(target: torch.Tensor, host: torch.Tensor) -> None:
+    """Copy a table to its device. On a CUDA device it is under way on return, in the order of the current stream; while
+    a graph is captured, which may hold no such copy, CUDA refuses it."""
+    if target.is_cuda and not torch.cuda.is_current_stream_capturing():
+        target.copy_(host.pin_memory(), non_blocking=True)  # its memory is free again when the copy has ended
+    else:
+        target.copy_(host)
+
+
 class RankRows:
     """First-fit allocator of spans of rank rows. Pure bookkeeping: the tensors live with the layer."""
 
@@ -190,7 +199,7 @@ class Layout:
             for slot, (start, _) in spans.items():
                 ranks = torch.tensor(parts[slot], dtype=torch.int32)
                 each[0, :-1, slot], each[1, :-1, slot] = start + ranks.cumsum(0) - ranks, ranks
-            self.each.copy_(each.view(2, -1))
+            upload(self.each, each.view(2, -1))
         self.parts = dict(parts)
         host = torch.zeros(self.tables.shape, dtype=torch.int32)
         owner, both = host[: self.owner.shape[0]], host[self.owner.shape[0] :].view(self.both.shape)
@@ -198,7 +207,7 @@ class Layout:
         for slot, (start, r) in spans.items():
             owner[start : start + r] = slot
             both[0, slot], both[1, slot] = start, r
-        self.tables.copy_(host)
+        upload(self.tables, host)
         self.spans = dict(spans)
 
     def write(self, table: RowTables, present: frozenset[int], keep: bool = False) -> None:

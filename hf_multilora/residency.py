@@ -142,9 +142,10 @@ class Residency(Filling):
         return self._watched
 
     def follow_loads(self) -> None:
-        """What comes on the current stream comes after the loads so far, which nobody waited for."""
+        """What comes on the current stream comes after the loads and tables so far, which nobody waited for."""
         for staging in self.staging.values():
             staging.join()
+        self.routing.follow()
 
     def refuse_tangents(self) -> None:
         """Raises RoutingError where Triton's kernels compute adapters: they would lose tangents without a word."""
@@ -214,7 +215,7 @@ class Residency(Filling):
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and
         with another dtype all slots do: their rows were rounded on the way."""
         self._outdate()
-        self.staging = {}
+        self.staging, self.seats = {}, {}
         dtypes = {name: self.dtype_of(name) for name in self.sites}
         converted, busy = [slots for _, slots in self.sites.values() if slots.converted], self.routing.open
         self.store.forget(lambda host: host.outdated(dtypes), slots=bool(converted), idle=not busy)

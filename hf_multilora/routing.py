@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .pool import BASE, Layout, RowTables
+from .pool import BASE, Layout, RowTables, upload
 
 
 class RoutingError(RuntimeError):
@@ -75,6 +75,7 @@ class Routing:
         self._entered: tuple[Any, ...] | None = None
         self.tables: dict[tuple[torch.device, int], RowTables] = {}
         self._written: tuple[int, ...] | None = None
+        self.wrote: dict[torch.device, tuple[Any, Any]] = {}  # stream and event (torch.cuda) of the last tables
         self._loose = False  # it went to tables that are not kept, so no graph may read them
         self._settle()
 
@@ -154,6 +155,7 @@ class Routing:
         self.layouts, self.shared, self._entered = layouts, None, None
         self.stamp += 1
         self.on_cuda = any(layout.device.type == "cuda" for layout in layouts)
+        self._note()
         written, self._written = self._written, None  # what was written went to the old layouts
         if self.stack and written is not None:
             self._write(written)
@@ -203,9 +205,23 @@ class Routing:
             for layout in self.layouts:
                 if layout.device not in written:
                     written[layout.device] = self._table(layout.device, len(slots))
-                    written[layout.device].data.copy_(host.data)
+                    upload(written[layout.device].data, host.data)
                 layout.write(written[layout.device], present, keep=not self.ragged)
+            self._note()
         self._written, self._loose = slots, self.ragged
+
+    def _note(self) -> None:
+        """Tables were written on the current streams of their devices."""
+        for device in {layout.device for layout in self.layouts if layout.device.type == "cuda"}:
+            stream = torch.cuda.current_stream(device)
+            self.wrote[device] = stream, stream.record_event()
+
+    def follow(self) -> None:
+        """What comes on the current stream comes after the tables that were written on another."""
+        for device, (stream, event) in self.wrote.items():
+            current = torch.cuda.current_stream(device)
+            if current != stream and not torch.cuda.is_current_stream_capturing():  # a capture begins when all is done
+                current.wait_event(event)
 
     def _table(self, device: torch.device, rows: int) -> RowTables:
         """The tables for that many rows on a device. Those of packed rows, which have any number of tokens, are not
@@ -251,6 +267,7 @@ class Routing:
             shared=None,
             _entered=None,
             captured_at=None,
+            wrote={},
         )
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)

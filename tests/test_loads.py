@@ -203,7 +203,7 @@ def test_a_load_of_the_same_shape_finds_its_rows_at_once(family: Family, searche
     assert_holds(twin, "y"), assert_holds(model, "x")
 
 
-@pytest.mark.parametrize("change", ["nothing", "dtype", "hook", "rows", "shape", "adapted"])
+@pytest.mark.parametrize("change", ["nothing", "others", "dtype", "hook", "rows", "shape", "adapted"])
 def test_what_changed_since_the_last_load_is_noticed(
     family: Family, tmp_path: Path, searched: list[str], change: str
 ) -> None:
@@ -217,14 +217,14 @@ def test_what_changed_since_the_last_load_is_noticed(
         module.weight = torch.nn.Parameter(module.weight.double())
     elif change == "hook":
         module._hf_hook = SimpleNamespace(execution_device="cpu")
-    elif change == "rows":
-        runtime.empty(slot_of(model, "other"))
+    elif change in ("rows", "others"):
+        runtime.empty(slot if change == "rows" else slot_of(model, "other"))
     elif change == "adapted":
         one = Family(family.base, tmp_path, {"new": {"targets": ["o_proj"]}})
         model.load_adapter(str(one.paths["new"]), "new")
     runtime.fill(slot, host_of(model, "mixed" if change == "shape" else "y"))
-    assert len(searched) == (0 if change == "nothing" else 8)
-    assert runtime._stale == (change in ("dtype", "hook", "rows", "shape"))
+    assert len(searched) == (0 if change in ("nothing", "others") else 8)
+    assert runtime._stale == (change in ("dtype", "hook", "rows", "others", "shape"))
     assert slots.a.dtype == (torch.float64 if change == "dtype" else torch.float32)
     for name, (a, b) in host_of(model, "mixed" if change == "shape" else "y").factors.items():
         on_device = sites(model)[name].tenant(slot)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..pool import Layout, fixed
+from ..pool import Layout, fixed, upload
 
 
 class Joint:
@@ -31,4 +31,4 @@ class Joint:
         for i, layout in enumerate(self.layouts):
             for slot, (start, r) in {} if layout is None else layout.spans.items():
                 starts[i][slot], ranks[i][slot] = start, r
-        self.tables.copy_(torch.tensor([starts, ranks], dtype=torch.int32))
+        upload(self.tables, torch.tensor([starts, ranks], dtype=torch.int32))
