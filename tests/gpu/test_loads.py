@@ -85,8 +85,25 @@ def test_a_captured_step_serves_what_is_loaded_later(
 
 
 @torch.no_grad()
+def test_rows_in_other_slots_wait_for_nothing(large: Family) -> None:
+    """A request writes its tables behind what the device still does, and calls on another stream come after them."""
+    model, inputs, side = model_of(large, max_loras=3), same_ids(2).cuda(), torch.cuda.Stream()
+    for names in (["x", "y"], ["z", None], ["x", "y"]):
+        logits(model, inputs, names)
+    for other in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        with model.adapters(["y", "z"] if other else [None, "x"]):
+            assert not torch.cuda.current_stream().record_event().query(), "the host waited"
+            with torch.cuda.stream(side if other else torch.cuda.current_stream()):
+                got = model(input_ids=inputs).logits
+        torch.cuda.synchronize()
+        assert_rows(got.cpu(), large.truth(same_ids(2), ["y", "z"] if other else [None, "x"]), 2e-3)
+
+
+@torch.no_grad()
 def test_a_call_on_another_stream_comes_after_the_load(large: Family) -> None:
-    """No row changes its slot, so nothing that the request writes makes the host wait for the copy."""
+    """No row changes its slot: the load alone is what the call must wait for."""
     model, inputs, side = model_of(large, max_loras=1), same_ids(2).cuda(), torch.cuda.Stream()
     for name in ("x", "y", "x", "z"):
         logits(model, inputs, [name, None])
