@@ -1,4 +1,4 @@
-"""The expand of linears laid in one buffer as a registered operation, for traced code. Letters as in ops.py."""
+"""The expands of linears laid in one buffer as registered operations, for traced code. Letters as in ops.py."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from .backends import MOST_SLICES
+from .backends import MOST_SLICES, KernelError
 from .backends import backend as backend_named
-from .checks import check_laid
+from .checks import check_gated, check_laid
 from .ops import NAMESPACE, TABLES
 
 EXPAND_LAID = (
     f"lora_expand_laid(Tensor both, Tensor b, Tensor row_slots, {TABLES}, Tensor? slices, int[] sizes, int bound, "
     f"bool even, str backend) -> Tensor[]"
 )
+GATED_LAID = (
+    f"lora_gated_laid(Tensor both, Tensor b, Tensor row_slots, {TABLES}, int offset, int n, int bound, int piece, "
+    f"str act, str backend) -> Tensor"
+)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define(EXPAND_LAID)
+_library.define(GATED_LAID)
 
 
 def lora_expand_laid(
@@ -55,5 +60,33 @@ def _fake(
     return [both.new_empty(both.shape[0], both.shape[1], size) for size in sizes]
 
 
+def lora_gated_laid(
+    both: Tensor, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
+    offset: int, n: int, bound: int, piece: int, act: str, backend: str,
+) -> Tensor:  # fmt: skip
+    """act(y_g) * y_u [R, T, n / 2] of the sums of `lora_expand_laid` for two slices of n / 2 columns each, of which
+    `piece` (0 or 1) is the gate. offset: of slice 1 in b. act: "silu" or "gelu_tanh". Gradients: none. Raises ValueError
+    for shapes that do not fit together, KernelError for a backend that has no such kernel."""
+    check_gated(both, row_slots, starts, n, piece)
+    chosen = backend_named(backend)
+    if chosen.gated_laid is None:
+        raise KernelError(f"lora_gated_laid must be computed by backend='triton', got {backend!r}")
+    rows, tokens, columns = both.shape
+    out, flat = both.new_empty(rows, tokens, n // 2), both.reshape(-1, columns)
+    if flat.numel():
+        tables = (row_slots, order, offsets, starts, ranks)
+        chosen.gated_laid(flat, rows, b, *tables, offset, n, bound, piece, act)(flat, flat, out)
+    return out
+
+
+def _fake_gated(
+    both: Tensor, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
+    offset: int, n: int, bound: int, piece: int, act: str, backend: str,
+) -> Tensor:  # fmt: skip
+    return both.new_empty(both.shape[0], both.shape[1], n // 2)
+
+
 _library.impl("lora_expand_laid", lora_expand_laid, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::lora_expand_laid", _fake, lib=_library)
+_library.impl("lora_gated_laid", lora_gated_laid, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::lora_gated_laid", _fake_gated, lib=_library)

@@ -104,19 +104,6 @@ def expand_gated(y: Tensor, h: Tensor, b: Tensor, closed: Tensor) -> Tensor:
     return torch.addmm(y.flatten(0, 1), own.flatten(0, 1), b).view(y.shape)
 
 
-def expand_own(y: Tensor, h: Tensor, b: Tensor, starts: Tensor, ranks: Tensor, bound: int) -> Tensor:
-    """y[i, t] + B^T h[i, t] with the rank rows of row i alone, for few tokens of traced code, where a compiler makes it
-    one with what comes before and after: y [R, T, N], h [R, T, P] with the columns of all slots, b [P, N], starts and
-    ranks int32 [R], 0 for base rows. bound: of the ranks.
-    """
-    at = torch.arange(bound, device=y.device)
-    rows = (starts.long()[:, None] + at).clamp(max=b.shape[0] - 1)  # [R, bound]
-    own = h.gather(2, rows[:, None].expand(-1, h.shape[1], -1)).masked_fill((at >= ranks[:, None])[:, None], 0)
-    wide = torch.promote_types(torch.promote_types(y.dtype, b.dtype), torch.float32)
-    total = (own.to(wide)[..., None] * b[rows].to(wide)[:, None]).sum(2)
-    return (y.to(wide) + total).to(y.dtype)
-
-
 def add_each(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, shut: Tensor | None, own_y: bool) -> Tensor:
     """y + B^T (A x) with the rank rows of each of C equal chunks of the batch: y [R, T, N], x [R, T, K], a [P, K],
     b [P, N], rows int64 [C, w]. shut bool [C, w]: those that count for nothing, which are replaced, not multiplied: an

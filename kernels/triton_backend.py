@@ -21,8 +21,9 @@ from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
-# An expand of as few tokens gives each a program per FEW_BYTES of a row of B; beyond, those of one slot share B
-FEW, FEW_PER_SLOT, FEW_BYTES = 256, 2, 256
+# An expand of as few tokens gives each a program per so many bytes of a row of B; beyond, those of one slot share B.
+# LOW_BYTES: where no rank is above 16, 5 to 15% faster than FEW_BYTES on an H200 (64 tokens, an 8B shape)
+FEW, FEW_PER_SLOT, FEW_BYTES, LOW_BYTES = 256, 2, 256, 512
 NARROW = 64  # tokens per group up to which the smallest tile is used
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
@@ -205,8 +206,9 @@ def _expand_rows(
 ) -> Launcher:  # fmt: skip
     """count: R * T. bound: of the ranks."""
     block_r = min(triton.next_power_of_2(bound), 32)
+    block_n = (LOW_BYTES if block_r <= 16 else FEW_BYTES) // dtype.itemsize
     constants = {
-        "SLICES": pieces, "BLOCK_R": block_r, "BLOCK_N": FEW_BYTES // dtype.itemsize, "EVEN": even,
+        "SLICES": pieces, "BLOCK_R": block_r, "BLOCK_N": block_n, "EVEN": even,
         "PDL": dependent_launch(device),
     }  # fmt: skip
     grid = (triton.cdiv(n, constants["BLOCK_N"]) + pieces - 1, count, 1)

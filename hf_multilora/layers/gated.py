@@ -66,7 +66,7 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
     if gate is None or up is None or not (_lora_alone(gate) and _lora_alone(up)):
         return None
     slots: ModuleSlots = gate.__dict__["_lora"]
-    if torch.compiler.is_compiling() or slots.routing.idle:
+    if not torch.compiler.is_compiling() and slots.routing.idle:
         return None
     merged, index = slots.merged, slots.index
     if merged is None or len(merged.members) != 2:

@@ -168,8 +168,8 @@ class Merged:
         return own
 
     def product(self, x: Tensor, product: Product) -> Tensor | None:
-        """act(gate) * up of these two members' outputs, in untraced code; None where they must be called for it."""
-        routing, step = self.members[0][1].routing, self.step
+        """act(gate) * up of these two members' outputs; None where they must be called for it."""
+        routing, step = self.members[0][1].routing, None if torch.compiler.is_compiling() else self.step
         if x.requires_grad and torch.is_grad_enabled():
             return None
         if step is None or not step.fits(routing.stamp, x, product):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..kernels.backends import MOST_SLICES
 from .rows import ONE
 from .slots import dense_tokens
-from .traced import expand_plainly, expand_traced
+from .traced import expand_plainly, expand_traced, gated_traced
 
 if TYPE_CHECKING:
     from .merged import Merged
@@ -62,7 +62,7 @@ def run(
     backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, merged.joint
     assert layout is not None and joint is not None
     tracing, kernels = torch.compiler.is_compiling(), backend.expand_laid is not None
-    if (path == ONE or product is not None) and (tracing or not kernels):
+    if (product is not None and not kernels) or (path == ONE and (tracing or not kernels)):
         return None
     if path == ONE:
         assert routing.uniform is not None
@@ -78,10 +78,12 @@ def run(
     shapes = [(*x.shape[:-1], size) for size in (merged.sizes if product is None else merged.sizes[:1])]
     gradients = torch.is_grad_enabled() and rows.requires_grad
     if tracing or gradients or not kernels:
-        if many or path == ONE or product is not None:
+        plain = gradients or not kernels
+        if many or path == ONE or (product is not None and plain):
             return None
         both = F.linear(rows, weight, bias)
-        plain = gradients or not kernels
+        if product is not None:
+            return [gated_traced(merged, both, table, joint, backend, product).view(shapes[0])]
         found = expand_plainly(merged, both) if plain else expand_traced(merged, both, table, joint, backend)
         return [out.view(shape) for out, shape in zip(found, shapes, strict=True)]
     tables = table.order, table.offsets, joint.starts, joint.ranks

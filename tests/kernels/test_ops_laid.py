@@ -1,4 +1,4 @@
-"""lora_expand_laid as a registered operation, and the plain formula that traced code has for few tokens."""
+"""lora_expand_laid and lora_gated_laid as registered operations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_multilora.kernels import ops_laid
-from hf_multilora.kernels.backends import TORCH
-from hf_multilora.kernels.torch_backend import expand_own
-from tests.kernels.suite import BACKENDS, BASE, MIXES, Case, by_rows, case, closed, own_columns, within
+from hf_multilora.kernels.backends import TORCH, TRITON, KernelError
+from tests.kernels.suite import BACKENDS, INTERPRETED, MIXES, Case, by_rows, case, closed, own_columns, within
+from tests.kernels.test_gated import check, inputs, pair
 
-LAID = torch.ops.hf_multilora.lora_expand_laid
+LAID, GATED = torch.ops.hf_multilora.lora_expand_laid, torch.ops.hf_multilora.lora_gated_laid
 ON_ALL = pytest.mark.parametrize("name", BACKENDS[:2])
 
 
@@ -56,21 +55,26 @@ def test_opcheck(name: str, widths: tuple[int, ...]) -> None:
     torch.library.opcheck(LAID, arguments(in_order(case(r=3, tokens=2, mix="one", widths=widths)), name, 1.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mix", MIXES)
-def test_the_plain_formula(dtype: torch.dtype, mix: str) -> None:
-    c = case(dtype, mix=mix, tokens=2)
-    y, h = own_columns(c)
-    h.masked_fill_(closed(c)[None, :, None], torch.nan)
-    starts, ranks = (
-        torch.tensor([0 if slot == BASE else of[slot] for slot in c.rows], dtype=torch.int32)
-        for of in (c.starts[0], c.ranks[0])
-    )
-    got: Tensor = expand_own(y, h[0], c.b, starts, ranks, 2 * c.max_rank)
-    truth, plain = by_rows(c, torch.float64)[1], by_rows(c, dtype)[1]
-    assert got.dtype == dtype and within(got, truth, plain)
-    if len({*c.rows}) > 1:
-        assert not within(got.roll(1, 0), truth, plain)
+@pytest.mark.parametrize("piece", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 40])
+@INTERPRETED
+def test_a_gated_mlp(tokens: int, piece: int) -> None:
+    c = pair(torch.float32, 33, tokens=tokens)
+    given = gated_arguments(c, piece)
+    check(c, GATED(*given), piece, "silu")
+
+
+@INTERPRETED
+def test_opcheck_of_a_gated_mlp() -> None:
+    torch.library.opcheck(GATED, gated_arguments(pair(torch.float32, r=3, tokens=2, mix="one"), 1, 1.0))
+
+
+def gated_arguments(c: Case, piece: int, poison: float = torch.nan) -> tuple[Any, ...]:
+    (y, b, offset), (_, h) = inputs(c), own_columns(c)
+    h.masked_fill_(closed(c)[None, :, None], poison)
+    rows = torch.tensor(c.rows, dtype=torch.int32)
+    both = torch.cat((y, h[0]), 2)
+    return both, b, rows, *c.tables(), offset, y.shape[2], c.max_rank, piece, "silu", TRITON
 
 
 def test_refusals() -> None:
@@ -79,3 +83,10 @@ def test_refusals() -> None:
         ops_laid.lora_expand_laid(both[..., :12], b, rows, *rest)
     with pytest.raises(ValueError, match=r"row_slots must be int32 \[6\], got torch.int64 \(6,\)"):
         ops_laid.lora_expand_laid(both, b, rows.long(), *rest)
+    both, b, rows, *rest = gated_arguments(pair(torch.float32), 0)
+    with pytest.raises(ValueError, match=r"lora_gated_laid: both must be \[R, T, at least 48\] .* got \(4, 3, 47\)"):
+        ops_laid.lora_gated_laid(both[..., :47], b, rows, *rest)
+    with pytest.raises(ValueError, match=r"lora_gated_laid: row_slots must be int32 \[4\], got torch.int64 \(4,\)"):
+        ops_laid.lora_gated_laid(both, b, rows.long(), *rest)
+    with pytest.raises(KernelError, match="lora_gated_laid must be computed by backend='triton', got 'torch'"):
+        ops_laid.lora_gated_laid(both, b, rows, *rest[:-1], TORCH)

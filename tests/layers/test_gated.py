@@ -257,14 +257,26 @@ def test_gradients(llamas: Family, asked: list[bool]) -> None:
     assert asked == [False, False, True, True]
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["all", "one with a hook"])
 @torch.no_grad()
-def test_traced_code_has_the_class_s_forward(llamas: Family, asked: list[bool]) -> None:
+def test_traced_code_has_one_operation(family: Family, left: bool) -> None:
+    """For every mix; where something would be left out, the class's forward."""
     torch._dynamo.reset()
-    model, inputs = llamas.model(backend="triton"), same_ids(3)
-    compiled, names = torch.compile(model, backend="eager", fullgraph=True), ["a", None, "c"]
-    with model.adapters(names):
-        assert_rows(compiled(input_ids=inputs).logits, llamas.truth(inputs, names))
-    assert True not in asked
+    model, traces = family.model(backend="triton"), list[int]()
+    if left:
+        mlps(model)[0].up_proj.register_forward_hook(lambda module, args, out: out * 1)
+
+    def counted(graph: Any, example: Any) -> Any:
+        traces.append(sum("lora_gated_laid" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    compiled = torch.compile(model, backend=counted, fullgraph=True)
+    for names in (*MIXES, [None] * 4):
+        inputs = same_ids(4) if len(set(names)) > 1 else ids(4)
+        with model.adapters(names):
+            got = compiled(input_ids=inputs).logits
+        assert_rows(got, family.truth(inputs, names))
+    assert traces == [2 - left]
     torch._dynamo.reset()
 
 
