@@ -175,7 +175,7 @@ class Filling(Sites):
                     site, r = self.sites[name][1], host.places[name][0].shape[0]
                     placed = slot in site.rows.spans
                     targets += site.tenant(slot) if placed else site.place(slot, r, host.parts.get(name))
-                staging.move(host, names, targets, slot if again else None)
+                staging.move(host, names, targets, slot)
         except RuntimeError as error:
             self._require_room("the copy of its factors", host.nbytes, device, error)
             raise
