@@ -86,7 +86,9 @@ def check_expand(
         )
 
 
-def check_laid(both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor | None, sizes: Sequence[int]) -> None:
+def check_laid(
+    both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor | None, sizes: Sequence[int], lanes: int
+) -> None:
     """Raises ValueError where the shapes of a `lora_expand_laid` do not fit together."""
     pieces = starts.shape[0]
     _must(
@@ -100,4 +102,9 @@ def check_laid(both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor |
     _must(
         row_slots.shape == both.shape[:1] and row_slots.dtype == torch.int32,
         f"lora_expand_laid: row_slots must be int32 [{both.shape[0]}], got {row_slots.dtype} {tuple(row_slots.shape)}",
+    )
+    _must(
+        lanes in (1, pieces) and (both.shape[2] - sum(sizes)) % lanes == 0,
+        f"lora_expand_laid: lanes must be 1 or {pieces}, with as many columns of h in each, got {lanes} for "
+        f"{both.shape[2] - sum(sizes)} columns",
     )

@@ -15,7 +15,7 @@ from .ops import NAMESPACE, TABLES
 
 EXPAND_LAID = (
     f"lora_expand_laid(Tensor both, Tensor b, Tensor row_slots, {TABLES}, Tensor? slices, int[] sizes, int bound, "
-    f"bool even, str backend) -> Tensor[]"
+    f"bool even, int lanes, str backend) -> Tensor[]"
 )
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -24,18 +24,20 @@ _library.define(EXPAND_LAID)
 
 def lora_expand_laid(
     both: Tensor, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
-    slices: Tensor | None, sizes: Sequence[int], bound: int, even: bool, backend: str = "torch",
+    slices: Tensor | None, sizes: Sequence[int], bound: int, even: bool, lanes: int, backend: str = "torch",
 ) -> list[Tensor]:  # fmt: skip
-    """`lora_expand` with own columns of both = [y | h], [R, T, N + P * L] -> a new [R, T, n] for each slice.
+    """`lora_expand` with own columns of both = [y | h], [R, T, N + P * lanes] -> a new [R, T, n] for each slice.
 
     row_slots: int32 [R], slot of each row, or -1. sizes: n of each slice, one after the other in y. bound: of all
-    ranks. even: sizes and places in b are multiples of 16. Gradients: none.
+    ranks. even: sizes and places in b are multiples of 16. lanes: L, or 1 where all slices read the same h.
+    Gradients: none.
     """
-    check_laid(both, row_slots, starts, slices, sizes)
+    check_laid(both, row_slots, starts, slices, sizes, lanes)
     rows, tokens, columns = both.shape
     n, chosen = sum(sizes), backend_named(backend)
     if chosen.expand_laid is None:
         y, h = both[..., :n], both[None, ..., n:]
+        h = h if lanes == len(sizes) else h.repeat_interleave(len(sizes), 3)
         shaped = b.view(-1, n) if slices is None else b
         out = torch_backend.expand(y, h, shaped, order, offsets, starts, ranks, slices, own_columns=True)
         parts = out.view(-1).split([rows * tokens * size for size in sizes])
@@ -43,14 +45,14 @@ def lora_expand_laid(
     outs = [both.new_empty(rows, tokens, size) for size in sizes]
     flat = both.reshape(-1, columns)
     if flat.numel():
-        tables = (row_slots, order, offsets, starts, ranks, slices, n, bound, even)
+        tables = (row_slots, order, offsets, starts, ranks, slices, n, bound, even, lanes)
         chosen.expand_laid(flat, rows, b, *tables)(flat, flat, *outs, *outs[:1] * (MOST_SLICES - len(outs)))
     return outs
 
 
 def _fake(
     both: Tensor, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
-    slices: Tensor | None, sizes: Sequence[int], bound: int, even: bool, backend: str,
+    slices: Tensor | None, sizes: Sequence[int], bound: int, even: bool, lanes: int, backend: str,
 ) -> list[Tensor]:  # fmt: skip
     return [both.new_empty(both.shape[0], both.shape[1], size) for size in sizes]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_multilora.kernels import ops_laid
 from hf_multilora.kernels.backends import TORCH
 from hf_multilora.kernels.torch_backend import expand_own
-from tests.kernels.suite import BACKENDS, BASE, MIXES, Case, by_rows, case, closed, own_columns, within
+from tests.kernels.suite import BACKENDS, BASE, MIXES, Case, by_rows, case, closed, own_columns, with_one_a, within
 
 LAID = torch.ops.hf_multilora.lora_expand_laid
 ON_ALL = pytest.mark.parametrize("name", BACKENDS[:2])
@@ -29,13 +29,15 @@ def in_order(c: Case) -> Case:
     return replace(c, slices=slices)
 
 
-def arguments(c: Case, name: str, poison: float = torch.nan) -> tuple[Any, ...]:
+def arguments(c: Case, name: str, poison: float = torch.nan, lanes: int = 0) -> tuple[Any, ...]:
+    """lanes 1: h is there once for all slices; 0: for each."""
     y, h = own_columns(c)
     h.masked_fill_(closed(c)[None, :, None], poison)
     rows = torch.tensor(c.rows, dtype=torch.int32, device=c.x.device)
     sizes = [c.y.shape[2]] if c.slices is None else [width for _, width, _ in c.slices]
-    both = torch.cat((y, h[0]), 2)
-    return both, c.b, rows, *c.tables(), c.extras()["slices"], sizes, c.max_rank, False, name
+    lanes = lanes or len(sizes)
+    both = torch.cat((y, h[0, ..., :: len(sizes) // lanes]), 2)
+    return both, c.b, rows, *c.tables(), c.extras()["slices"], sizes, c.max_rank, False, lanes, name
 
 
 @ON_ALL
@@ -45,6 +47,20 @@ def test_equals_a_loop_over_rows(name: str, mix: str, widths: tuple[int, ...]) -
     c = in_order(case(mix=mix, widths=widths, tokens=2))
     got = torch.cat(LAID(*arguments(c, name)), 2)
     truth, plain = by_rows(c, torch.float64)[1], by_rows(c, torch.float32)[1]
+    assert within(got, truth, plain)
+    if len({*c.rows}) > 1:
+        assert not within(got.roll(1, 0), truth, plain)
+
+
+@ON_ALL
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("widths", [(64, 33), (16, 130, 7)])
+def test_one_a_for_all(name: str, mix: str, widths: tuple[int, ...]) -> None:
+    c = with_one_a(in_order(case(mix=mix, widths=widths, tokens=2)))
+    given = arguments(c, name, lanes=1)
+    got = torch.cat(LAID(*given), 2)
+    truth, plain = by_rows(c, torch.float64)[1], by_rows(c, torch.float32)[1]
+    assert given[0].shape[2] == sum(widths) + len(c.a) // len(widths)
     assert within(got, truth, plain)
     if len({*c.rows}) > 1:
         assert not within(got.roll(1, 0), truth, plain)
@@ -79,3 +95,9 @@ def test_refusals() -> None:
         ops_laid.lora_expand_laid(both[..., :12], b, rows, *rest)
     with pytest.raises(ValueError, match=r"row_slots must be int32 \[6\], got torch.int64 \(6,\)"):
         ops_laid.lora_expand_laid(both, b, rows.long(), *rest)
+    *others, lanes, name = rest
+    for wrong in (0, lanes + 1):
+        with pytest.raises(ValueError, match=rf"lanes must be 1 or 2, .* got {wrong} for "):
+            ops_laid.lora_expand_laid(both, b, rows, *others, wrong, name)
+    with pytest.raises(ValueError, match=r"with as many columns of h in each, got 2 for \d+ columns"):
+        ops_laid.lora_expand_laid(both[..., :-1], b, rows, *rest)
