@@ -21,10 +21,10 @@ OWN_TOKENS = 16  # of a traced call up to which the compiler gets the expand in 
 
 
 def expand_traced(merged: Merged, both: Tensor, table: RowTables, joint: Joint, backend: Backend) -> list[Tensor]:
-    """Of both = [y | h], [R, T, N + w * L], the output [R, T, n] of each member; for kernels, without gradients."""
+    """Of both = [y | h], [R, T, N + w * lanes], the output [R, T, n] of each member; for kernels, without gradients."""
     if both.shape[0] * both.shape[1] > OWN_TOKENS:
         tables = table.row_slots, table.order, table.offsets, joint.starts, joint.ranks, merged.slices
-        rest = merged.sizes, joint.bound, merged.even, backend.name
+        rest = merged.sizes, joint.bound, merged.even, merged.lanes, backend.name
         outs: list[Tensor] = torch.ops.hf_multilora.lora_expand_laid(both, merged.b, *tables, *rest)
         return outs
     base, slot = table.row_slots < 0, table.row_slots.clamp(min=0).long()
@@ -46,12 +46,13 @@ def _of_each(
 ) -> list[Tensor]:
     """expand: of a member with its layout, y [R, T, n], h [R, T, w], B [w, n] and closed [R, w]; one without rank rows
     keeps y."""
-    outs, count = [], len(merged.members)
+    outs, lanes = [], merged.lanes
     for i, (_, slots) in enumerate(merged.members):
         y = both[..., merged.edges[i] : merged.edges[i + 1]]
         if slots.layout is None:
             outs.append(y.contiguous())
             continue
         _, b, closed = slots.covered()
-        outs.append(expand(slots.layout, y, both[..., merged.n + i :: count][..., : b.shape[0]], b, closed))
+        h = both[..., merged.n + (i if lanes > 1 else 0) :: lanes]
+        outs.append(expand(slots.layout, y, h[..., : b.shape[0]], b, closed))
     return outs
