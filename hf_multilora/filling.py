@@ -234,7 +234,7 @@ class Filling(Sites):
             if name not in small and name not in alone and at_home(module, slots):
                 continue
             device, dtype = home_of(module), self.dtype_in(name, module)
-            rows = max(need, planned[name]) if name in small else need
+            rows = max(need, planned[name] if name in small else slots.rows.capacity)
             try:
                 pool = slots.reserve(rows, device, dtype, name in alone)
             except RuntimeError as error:

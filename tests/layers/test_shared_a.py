@@ -1,0 +1,203 @@
+"""Linears of one buffer whose adapters have one A for all of them: held and multiplied once, until one has others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hf_multilora import CapacityError, MultiLoRAModel
+from hf_multilora.layers.rows import SlotRows
+from hf_multilora.pool import RankRows
+from tests.layers.shared_a import ADAPTERS, MIX, ROWS, is_one, sites
+from tests.layers.trio import ALL_WAYS, MERGING, Trio, setting, x_of
+from tests.tiny import Family, Names
+
+pytest_plugins = ("tests.layers.shared_a",)
+
+
+# -- numbers ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("names", [MIX, ["t"] * 4, ["s", "t", "t", None]], ids=["mix", "one", "two"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("way", MERGING)
+@torch.no_grad()
+def test_rows_are_right_and_a_lies_once(shared: Trio, way: str, tokens: int, names: Names) -> None:
+    with shared.counted() as runs:
+        shared.call(x_of(tokens=tokens), names=names)
+        shared.call(x_of(tokens=tokens), "vkq", names, "second")
+    assert is_one(shared) and is_one(shared, "second")
+    assert bool(runs) == (way != "dense" or len(set(names)) > 1)
+    step = shared.merged("q").step
+    if step is not None:
+        assert step.weight.shape[1] == sum((24, 9, 5)) + 16
+    other = Trio(shared.family, way, max_loras=3)
+    other.call(x_of(tokens=tokens), names=["own", None, "t", "s"])
+    assert not is_one(other), "control: an adapter with an A for each"
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@torch.no_grad()
+def test_others_come_and_go(shared: Trio, way: str) -> None:
+    """Rows of adapters that were there stay right."""
+    x, found = x_of(tokens=1), []
+    mixes = [
+        MIX,
+        ["s", "own", "t", None],
+        MIX,
+        ["big", "s", None, "own"],
+        ["big", "s", None, "t"],
+        ["qv", "s", "t", None],
+    ]
+    for names in mixes:
+        for parent in ("first", "second"):
+            shared.call(x, names=names, parent=parent)
+        found.append(is_one(shared))
+    assert found == [True, False, False, False, False, False], "own keeps it so: nothing has been laid anew for big"
+    again = Trio(shared.family, way, max_loras=3)
+    again.call(x, names=["s", "t", "big", None])
+    again.model.delete_adapter("t")
+    again.call(x, names=["s", "big", "big", None])
+    assert is_one(again)
+
+
+@pytest.mark.parametrize("name", ["own", "qv", "uneven"])
+@ROWS
+@torch.no_grad()
+def test_one_that_differs(shared: Trio, way: str, name: str) -> None:
+    """In a free slot, and in that of an adapter of its ranks, whose rows it takes."""
+    x = x_of(tokens=1)
+    shared.call(x, names=MIX)
+    shared.call(x, names=[name, None, "t", "s"])
+    assert not is_one(shared)
+    full = Trio(shared.family, way, max_loras=2)
+    full.call(x, names=MIX)
+    assert is_one(full)
+    full.call(x, names=[name, None, "t", "t"])  # in the slot of s
+    assert not is_one(full) and full.model._multilora.store.evictions == 1
+    full.call(x, names=MIX)
+
+
+@ROWS
+@torch.no_grad()
+def test_a_group_is_looked_at_again_when_it_is_laid_anew(shared: Trio, way: str) -> None:
+    x = x_of(tokens=1)
+    for names in (["own", None, "t", "t"], MIX):
+        shared.call(x, names=names)
+    shared.model.delete_adapter("own")
+    shared.call(x, names=MIX)
+    assert not is_one(shared), "while nothing makes it move"
+    shared.module("k").weight.data = shared.module("k").weight.data.clone()
+    shared.call(x, names=MIX)
+    assert is_one(shared) and not is_one(shared, "second")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", ["dense"])
+@torch.no_grad()
+def test_any_order(shared_family: Family, way: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With evictions, gaps that are closed, and pools that grow; the last one with adapters that differ."""
+    shared, choice, x = Trio(shared_family, way, max_loras=2), random.Random(seed), x_of(tokens=1)
+    known, compactions, flags = list(ADAPTERS) if seed == 2 else ["s", "t", "u", "big"], list[RankRows](), list[bool]()
+    compact = RankRows.compact
+    monkeypatch.setattr(RankRows, "compact", lambda rows: compactions.append(rows) or compact(rows))
+    for _ in range(40):
+        pair = choice.sample([*known, None], 2)
+        shared.call(x, names=[pair[0], None, pair[1], pair[0]])
+        flags.append(is_one(shared))
+    assert compactions and shared.model._multilora.store.evictions > 10
+    assert all(flags) if seed < 2 else not all(flags)
+    assert seed == 2 or len(compactions) % 6 == 0
+
+
+@ROWS
+@torch.no_grad()
+def test_gaps_are_closed_once(shared_family: Family, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moves once, B in each linear, and all of it is undone where that is interrupted."""
+    shared, x = Trio(shared_family, setting(monkeypatch, way), max_loras=2), x_of(tokens=1)
+    for name in ("s", "t"):
+        shared.call(x, names=["u", None, name, name])
+    assert [dict(site.rows.spans) for site in sites(shared)] == [{0: (0, 12), 1: (12, 5)}] * 3
+    a, compact = sites(shared)[0].a.clone(), RankRows.compact
+
+    def interrupted(rows: RankRows) -> Any:
+        compact(rows)
+        if rows is sites(shared)[2].rows:
+            raise KeyboardInterrupt
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankRows, "compact", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shared.call(x, names=["big", None, "t", "t"])
+    assert [dict(site.rows.spans) for site in sites(shared)] == [{1: (12, 5)}] * 3
+    assert torch.equal(sites(shared)[0].a[12:17], a[12:17])
+    shared.call(x, names=["t", None, "t", None])
+    shared.call(x, names=["big", None, "t", "t"])
+    assert is_one(shared) and [dict(site.rows.spans) for site in sites(shared)] == [{1: (0, 5), 0: (5, 17)}] * 3
+    moved = sites(shared)[0].a
+    assert torch.equal(moved[:5], a[12:17]) and not moved[22:].any()
+
+
+# -- loads ------------------------------------------------------------------------------------------
+@ROWS
+@torch.no_grad()
+def test_a_load_that_fails_leaves_it_as_it_was(shared: Trio, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, reserve = x_of(tokens=1), SlotRows.reserve
+    shared.call(x, names=MIX)
+    places = [site.a.data_ptr() for site in sites(shared)]
+
+    def full(slots: SlotRows, *args: Any) -> Any:
+        if slots.name == "second.k_proj":
+            raise torch.OutOfMemoryError("no memory")
+        return reserve(slots, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotRows, "reserve", full)
+        with pytest.raises(CapacityError, match=r"second\.k_proj's pool of 48 rank rows needs \d+ bytes"):
+            shared.call(x, names=["own", None, "t", "s"])
+    assert is_one(shared) and [site.a.data_ptr() for site in sites(shared)] == places
+    shared.call(x, names=MIX)
+    shared.call(x, names=["own", None, "t", "s"])
+    assert not is_one(shared)
+
+
+@ROWS
+@torch.no_grad()
+def test_inside_a_request(shared: Trio, way: str) -> None:
+    """No weight moves while it is open, and its rows are right."""
+    x = x_of(tokens=1)
+    with shared.open(MIX):
+        shared.ask(x, "q", MIX)
+        with shared.open(["own", "s", None, "t"]):
+            shared.ask(x, "qkv", ["own", "s", None, "t"])
+        shared.ask(x, "kv", MIX)
+    assert not is_one(shared)
+
+
+@ROWS
+@torch.no_grad()
+def test_captured_graphs_are_told(shared: Trio, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    x, told = x_of(tokens=1), "capture it again"
+    shared.call(x, names=MIX)
+    shared.routing.captured_at = shared.routing.moves  # as `enter` notes while a graph is captured
+    with caplog.at_level("WARNING"):
+        shared.call(x, names=["t", "s", None, None])
+        assert told not in caplog.text
+        shared.call(x, names=["t", "own", None, "s"])
+        assert caplog.text.count(told) == 1
+
+
+@ROWS
+@torch.no_grad()
+def test_memory_counts_it_once(shared: Trio, way: str) -> None:
+    shared.call(x_of(tokens=1), names=MIX)
+    report, plan = shared.model.memory_report(), MultiLoRAModel.plan(shared.model, {}, max_loras=3)
+    rows = sites(shared)[0].rows.capacity
+    a, b = 20 * 4, sum((24, 9, 5)) * 4
+    assert report.device_bytes == 2 * rows * (a + b) and plan.device_bytes > report.device_bytes
+    assert sum(report.slot_bytes) == 2 * (3 + 5) * (a + b)
+    assert report.per_module["first.k_proj"] == rows * 9 * 4
+    shared.call(x_of(tokens=1), names=["own", "s", "t", None])
+    assert shared.model.memory_report().device_bytes == 2 * rows * (3 * a + b)
