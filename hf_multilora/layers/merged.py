@@ -76,8 +76,10 @@ class Merged:
         return 1 if self.one_a else len(self.members)
 
     def of_one_a(self) -> list[ModuleSlots]:
-        """The members with the same memory for A; none where each has its own."""
-        return [slots for _, slots in self.members if self.one_a and slots.laid and slots.merged is self]
+        """The members whose A is the one of the buffer; none where each has its own. By address, as an interrupt may
+        have left one half way here."""
+        at = self.buffer[self.n :].data_ptr()
+        return [slots for _, slots in self.members if self.one_a and slots.a.data_ptr() == at]
 
     @property
     def joint(self) -> Joint | None:

@@ -72,8 +72,8 @@ class ModuleSlots(SlotRows):
         return None if self.merged is None else self.merged.buffer
 
     def of_one_a(self) -> Sequence[SlotRows]:
-        found = [] if self.merged is None or not self.laid else self.merged.of_one_a()
-        return found or (self,)
+        found = [] if self.merged is None else self.merged.of_one_a()
+        return found if self in found else (self,)
 
     def look(self) -> None:
         """Set the views of the occupied prefix, w rank rows wide, that the dense path reads, and how far it goes.

@@ -1,4 +1,4 @@
-"""Adapters with one A for all linears of one input, others beside them, and models of both."""
+"""Adapters with one A for all linears of one input, others beside them, and what a model of them must hold."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.layers.trio import ALL_WAYS, LINEARS, Trio, family, setting
-from tests.tiny import Family, Names
+from tests.layers.trio import ALL_WAYS, LINEARS, Trio
+from tests.tiny import Names
 
 MIX: Names = ["s", None, "t", "s"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -37,19 +37,6 @@ def share(path: Path, groups: Sequence[Sequence[str]] = (LINEARS,)) -> None:
         if first is not None and "lora_A" in key:
             tensors[key] = tensors[f"{parent}.{first}.lora_A.weight"].clone()
     save_file(tensors, file)
-
-
-@pytest.fixture(scope="module")
-def shared_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    made = family(tmp_path_factory.mktemp("adapters"), ADAPTERS)
-    for name in SHARED:
-        share(made.paths[name])
-    return made
-
-
-@pytest.fixture
-def shared(shared_family: Family, way: str, monkeypatch: pytest.MonkeyPatch) -> Trio:
-    return Trio(shared_family, setting(monkeypatch, way), max_loras=3)
 
 
 def sites(trio: Trio, parent: str = "first") -> list[Any]:

@@ -15,7 +15,7 @@ from tests.layers.shared_a import ADAPTERS, MIX, ROWS, is_one, sites
 from tests.layers.trio import ALL_WAYS, MERGING, Trio, setting, x_of
 from tests.tiny import Family, Names
 
-pytest_plugins = ("tests.layers.shared_a",)
+pytest_plugins = ("tests.layers.shared_a_fixtures",)
 
 
 # -- numbers ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.layers.test_merged_gradients import check_gradient, loss
 from tests.layers.trio import ALL_WAYS, LINEARS, MERGING, Trio, copied, setting, x_of
 from tests.tiny import Family, assert_rows, error, ids, llama, logits, merged, same_ids
 
-pytest_plugins = ("tests.layers.shared_a",)
+pytest_plugins = ("tests.layers.shared_a_fixtures",)
 
 
 # -- what is done to a model ------------------------------------------------------------------------
@@ -148,7 +148,7 @@ ALL = [*LINEARS, "gate_proj", "up_proj", "down_proj"]
 def llamas(tmp_path_factory: pytest.TempPathFactory) -> Family:
     torch.manual_seed(0)
     given = {"s": {"r": 3, "targets": ALL}, "t": {"r": 8, "targets": ALL}, "own": {"r": 3, "targets": ALL}}
-    made = Family(llama(), tmp_path_factory.mktemp("adapters"), given)
+    made = Family(llama(num_hidden_layers=1), tmp_path_factory.mktemp("adapters"), given)
     for name in ("s", "t"):
         share(made.paths[name], GROUPS)
     return made
@@ -167,9 +167,9 @@ def test_a_llama(llamas: Family, way: str, tokens: int, monkeypatch: pytest.Monk
         assert_rows(logits(model, inputs, names), llamas.truth(inputs, names))
         flags.append([layer.self_attn.k_proj._lora.merged.one_a, layer.mlp.up_proj._lora.merged.one_a])
     assert flags == [[True, True], [False, False], [False, False]]
-    model, settings = llamas.model("s", "t", backend=backend), {"max_new_tokens": 3, "do_sample": False}
+    model, settings = llamas.model("s", "t", backend=backend), {"max_new_tokens": 2, "do_sample": False}
     out = model.generate(ids(4), adapter_names=MIX, pad_token_id=0, **settings)
     for row, name in enumerate(MIX):
         bare = llamas.base if name is None else merged(llamas.base, llamas.paths[name])
         assert torch.equal(out[row], bare.generate(ids(4)[row : row + 1], pad_token_id=0, **settings)[0])
-    assert model.model.layers[1].mlp.gate_proj._lora.merged.one_a
+    assert model.model.layers[0].mlp.gate_proj._lora.merged.one_a
