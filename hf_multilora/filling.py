@@ -146,7 +146,7 @@ class Filling(Sites):
             ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
             kept = {name for name, r in ranks.items() if self._stays(name, slot, r, host.parts.get(name))}
             self._wipe(slot, kept)
-            alone = apart(self.sites, {name: a.offset for name, (a, _) in host.places.items()}, kept)
+            alone = apart(self.sites, {name: a.offset for name, (a, _) in host.places.items()})
             if len(kept) < len(ranks) or alone:
                 self._outdate()
                 self._make_room({name: r for name, r in ranks.items() if name not in kept}, alone, grown)

@@ -8,7 +8,7 @@ weight that moved. So a group changes back and forth no more often than that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,14 +27,11 @@ def has_one_a(members: Sequence[tuple[nn.Module, ModuleSlots]]) -> bool:
     return bool(others and first[1]) and None not in first[2].values() and all(other == first for other in others)
 
 
-def apart(
-    sites: Mapping[str, tuple[Any, SlotRows]], sources: Mapping[str, int], kept: Collection[str]
-) -> dict[str, ModuleSlots]:
+def apart(sites: Mapping[str, tuple[Any, SlotRows]], sources: Mapping[str, int]) -> dict[str, ModuleSlots]:
     """The linears that must get an A of their own before an adapter goes to a slot: those that have one together, and
-    would not with it.
+    would not with it, or whose rank rows are not the same. What the slot had is gone, but for rows that it will take.
 
-    sources: module that it trains -> its A, by number. kept: those in which its rank rows are what the slot has; the
-    others have none there.
+    sources: module that it trains -> its A, by number.
     """
     groups: dict[int, Merged] = {}
     for name in sources:
@@ -44,6 +41,7 @@ def apart(
     found = dict[str, ModuleSlots]()
     for merged in groups.values():
         members = {slots.name: slots for slots in merged.of_one_a()}
-        if len({(sources.get(name), name in kept) for name in members}) > 1:
+        spans = [slots.rows.spans for slots in members.values()]
+        if len({sources.get(name) for name in members}) > 1 or any(own != spans[0] for own in spans):
             found |= members
     return found

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_multilora import CapacityError, MultiLoRAModel
+from hf_multilora.layers import ModuleSlots
 from hf_multilora.layers.rows import SlotRows
 from hf_multilora.pool import RankRows
 from tests.layers.shared_a import ADAPTERS, MIX, ROWS, is_one, sites
@@ -161,6 +162,31 @@ def test_a_load_that_fails_leaves_it_as_it_was(shared: Trio, way: str, monkeypat
     shared.call(x, names=MIX)
     shared.call(x, names=["own", None, "t", "s"])
     assert not is_one(shared)
+
+
+@pytest.mark.parametrize("where", ["clear", "place", "settle", "tenant"])
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("way", ["dense"])
+@torch.no_grad()
+def test_an_interrupt(shared_family: Family, way: str, monkeypatch: pytest.MonkeyPatch, where: str, done: bool) -> None:
+    """At the second linear, before or after the step: what one of them has and the others have not is nobody's."""
+    shared, calls, x, step = Trio(shared_family, way, max_loras=2), [0], x_of(tokens=1), getattr(ModuleSlots, where)
+
+    def interrupted(slots: ModuleSlots, *args: Any) -> Any:
+        calls[0] += 1
+        result = step(slots, *args) if done or calls[0] != 2 else None
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return result
+
+    shared.call(x, names=["s", "u", None, "s"])
+    with monkeypatch.context() as patch:
+        patch.setattr(ModuleSlots, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shared.call(x, names=["u", "t", None, None])
+    for names in (["u", None], ["t", "u"], ["t", "s"], ["big", "t"], ["own", "t"], ["s", "u"]):
+        shared.call(x, names=[*names, *names])
+        is_one(shared)
 
 
 @ROWS
