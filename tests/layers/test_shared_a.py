@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hf_multilora import CapacityError, MultiLoRAModel
 from hf_multilora.layers import ModuleSlots
@@ -189,6 +190,34 @@ def test_an_interrupt(shared_family: Family, way: str, monkeypatch: pytest.Monke
         is_one(shared)
 
 
+@pytest.mark.parametrize("way", ["dense"])
+@torch.no_grad()
+def test_linears_whose_rank_rows_differ(shared: Trio, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an interrupt may leave them: an adapter that comes then has rows of A where another linear's are."""
+    x, clear, cleared = x_of(tokens=1), ModuleSlots.clear, list[ModuleSlots]()
+    runtime, store = shared.model._multilora, shared.model._multilora.store
+
+    def interrupted(slots: ModuleSlots, slot: int) -> None:
+        cleared.append(slots)
+        if len(cleared) == 2:
+            raise KeyboardInterrupt
+        clear(slots, slot)
+
+    shared.call(x, names=["s", "u", None, "s"])
+    entry = store.catalogue.entry("s")
+    slot = store.slots.pop(entry.id)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ModuleSlots, "clear", interrupted)
+        runtime.empty(slot)
+    runtime.fill(2, entry.host)
+    assert len({str(site.rows.spans) for site in sites(shared)}) == 2
+    runtime.empty(slot)
+    store.slots[entry.id] = 2
+    runtime.refresh()
+    shared.call(x, names=["s", "u", None, "s"])
+    assert not is_one(shared)
+
+
 @ROWS
 @torch.no_grad()
 def test_inside_a_request(shared: Trio, way: str) -> None:
@@ -213,6 +242,23 @@ def test_captured_graphs_are_told(shared: Trio, way: str, caplog: pytest.LogCapt
         assert told not in caplog.text
         shared.call(x, names=["t", "own", None, "s"])
         assert caplog.text.count(told) == 1
+
+
+@ROWS
+@torch.no_grad()
+def test_a_captured_call_covers_the_whole_pool(shared: Trio, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded later lies in rank rows that are free now."""
+    x, multiplied, linear, mm = x_of(tokens=1), list[int](), F.linear, torch.addmm
+    shared.call(x, names=MIX)
+    rows = sites(shared)[0].rows.capacity
+    monkeypatch.setattr(shared.routing, "on_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(F, "linear", lambda x, w, b: multiplied.append(len(w)) or linear(x, w, b))
+    monkeypatch.setattr(torch, "addmm", lambda b, x, w: multiplied.append(w.shape[1]) or mm(b, x, w))
+    with shared.open(MIX):
+        shared.routing.enter(4)
+        shared.ask(x, "qkv", MIX)
+    assert rows > 16 and 24 + 9 + 5 + rows in multiplied
 
 
 @ROWS
