@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from hf_multilora import CapacityError, MultiLoRAModel
 from hf_multilora.layers import ModuleSlots
 from hf_multilora.layers.rows import SlotRows
 from hf_multilora.pool import RankRows
-from tests.layers.shared_a import ADAPTERS, MIX, ROWS, is_one, sites
-from tests.layers.trio import ALL_WAYS, MERGING, Trio, setting, x_of
+from tests.layers.shared_a import ADAPTERS, MIX, ROWS, is_one, share, sites
+from tests.layers.trio import ALL_WAYS, LINEARS, MERGING, Trio, family, setting, x_of
 from tests.tiny import Family, Names
 
 pytest_plugins = ("tests.layers.shared_a_fixtures",)
@@ -93,6 +94,30 @@ def test_a_group_is_looked_at_again_when_it_is_laid_anew(shared: Trio, way: str)
     shared.module("k").weight.data = shared.module("k").weight.data.clone()
     shared.call(x, names=MIX)
     assert is_one(shared) and not is_one(shared, "second")
+
+
+@pytest.mark.parametrize("way", ["dense"])
+@torch.no_grad()
+def test_rank_rows_that_start_elsewhere(shared: Trio, way: str) -> None:
+    """Those of s lie behind those of an adapter that is gone, of another rank in each."""
+    x = x_of(tokens=1)
+    shared.call(x, names=["uneven", None, "uneven", "s"])
+    shared.model.delete_adapter("uneven")
+    for child in "qk":
+        shared.module(child).weight.data = shared.module(child).weight.data.clone()
+        shared.call(x, names=["s", None, "s", None])
+        assert len({str(site.rows.spans) for site in sites(shared)}) == 3 and not is_one(shared)
+
+
+@torch.no_grad()
+def test_pools_of_different_sizes(tmp_path: Path) -> None:
+    """Where gaps are closed at other times in one of them."""
+    own = family(tmp_path, {"s": {"r": 3, "targets": LINEARS}, "q": {"r": 30, "targets": ("q_proj",)}})
+    share(own.paths["s"])
+    shared, x = Trio(own, "dense", max_loras=2), x_of(tokens=1)
+    shared.call(x, names=["s", None, "s", None])
+    assert {site.rows.capacity for site in sites(shared)} == {16, 48} and not is_one(shared)
+    shared.call(x, names=["s", None, "q", None])
 
 
 @pytest.mark.parametrize("seed", range(3))
