@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from hf_multilora import CapacityError, MultiLoRAModel
+from hf_multilora import CapacityError
 from hf_multilora.layers import ModuleSlots
 from hf_multilora.layers.rows import SlotRows
 from hf_multilora.pool import RankRows
@@ -254,47 +253,3 @@ def test_inside_a_request(shared: Trio, way: str) -> None:
             shared.ask(x, "qkv", ["own", "s", None, "t"])
         shared.ask(x, "kv", MIX)
     assert not is_one(shared)
-
-
-@ROWS
-@torch.no_grad()
-def test_captured_graphs_are_told(shared: Trio, way: str, caplog: pytest.LogCaptureFixture) -> None:
-    x, told = x_of(tokens=1), "capture it again"
-    shared.call(x, names=MIX)
-    shared.routing.captured_at = shared.routing.moves  # as `enter` notes while a graph is captured
-    with caplog.at_level("WARNING"):
-        shared.call(x, names=["t", "s", None, None])
-        assert told not in caplog.text
-        shared.call(x, names=["t", "own", None, "s"])
-        assert caplog.text.count(told) == 1
-
-
-@ROWS
-@torch.no_grad()
-def test_a_captured_call_covers_the_whole_pool(shared: Trio, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is loaded later lies in rank rows that are free now."""
-    x, multiplied, linear, mm = x_of(tokens=1), list[int](), F.linear, torch.addmm
-    shared.call(x, names=MIX)
-    rows = sites(shared)[0].rows.capacity
-    monkeypatch.setattr(shared.routing, "on_cuda", True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(F, "linear", lambda x, w, b: multiplied.append(len(w)) or linear(x, w, b))
-    monkeypatch.setattr(torch, "addmm", lambda b, x, w: multiplied.append(w.shape[1]) or mm(b, x, w))
-    with shared.open(MIX):
-        shared.routing.enter(4)
-        shared.ask(x, "qkv", MIX)
-    assert rows > 16 and 24 + 9 + 5 + rows in multiplied
-
-
-@ROWS
-@torch.no_grad()
-def test_memory_counts_it_once(shared: Trio, way: str) -> None:
-    shared.call(x_of(tokens=1), names=MIX)
-    report, plan = shared.model.memory_report(), MultiLoRAModel.plan(shared.model, {}, max_loras=3)
-    rows = sites(shared)[0].rows.capacity
-    a, b = 20 * 4, sum((24, 9, 5)) * 4
-    assert report.device_bytes == 2 * rows * (a + b) and plan.device_bytes > report.device_bytes
-    assert sum(report.slot_bytes) == 2 * (3 + 5) * (a + b)
-    assert report.per_module["first.k_proj"] == rows * 9 * 4
-    shared.call(x_of(tokens=1), names=["own", "s", "t", None])
-    assert shared.model.memory_report().device_bytes == 2 * rows * (3 * a + b)

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
+from hf_multilora import MultiLoRAModel
+from hf_multilora.layers import slots as slots_file
 from tests.layers.shared_a import MIX, ROWS, is_one, share, sites
 from tests.layers.test_merged_gradients import check_gradient, loss
 from tests.layers.trio import ALL_WAYS, LINEARS, MERGING, Trio, copied, setting, x_of
@@ -124,6 +127,57 @@ def test_a_member_that_leaves_alone(shared: Trio, way: str) -> None:
         shared.ask(x, "qkv", MIX)
     shared.call(x, names=MIX)
     assert shared.together() == ["qkv"]
+
+
+# -- memory and graphs ------------------------------------------------------------------------------
+@ROWS
+@torch.no_grad()
+def test_captured_graphs_are_told(shared: Trio, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    x, told = x_of(tokens=1), "capture it again"
+    shared.call(x, names=MIX)
+    shared.routing.captured_at = shared.routing.moves  # as `enter` notes while a graph is captured
+    with caplog.at_level("WARNING"):
+        shared.call(x, names=["t", "s", None, None])
+        assert told not in caplog.text
+        shared.call(x, names=["t", "own", None, "s"])
+        assert caplog.text.count(told) == 1
+
+
+@ROWS
+@torch.no_grad()
+def test_a_captured_call_covers_the_whole_pool(shared: Trio, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded later lies in rank rows that are free now."""
+    x, multiplied, linear, mm = x_of(tokens=1), list[int](), F.linear, torch.addmm
+    shared.call(x, names=MIX)
+    rows = sites(shared)[0].rows.capacity
+    monkeypatch.setattr(shared.routing, "on_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(F, "linear", lambda x, w, b: multiplied.append(len(w)) or linear(x, w, b))
+    monkeypatch.setattr(torch, "addmm", lambda b, x, w: multiplied.append(w.shape[1]) or mm(b, x, w))
+    with shared.open(MIX):
+        shared.routing.enter(4)
+        shared.ask(x, "qkv", MIX)
+    assert rows > 16 and 24 + 9 + 5 + rows in multiplied
+    multiplied.clear()
+    monkeypatch.setattr(slots_file, "DENSE_WORK", 4 * rows - 1)  # the whole pool is too much for 4 tokens
+    with shared.open(MIX):
+        shared.routing.enter(4)
+        shared.ask(x, "qkv", MIX)
+    assert (24 + 9 + 5 + rows in multiplied) == (way == "dense")
+
+
+@ROWS
+@torch.no_grad()
+def test_memory_counts_it_once(shared: Trio, way: str) -> None:
+    shared.call(x_of(tokens=1), names=MIX)
+    report, plan = shared.model.memory_report(), MultiLoRAModel.plan(shared.model, {}, max_loras=3)
+    rows = sites(shared)[0].rows.capacity
+    a, b = 20 * 4, sum((24, 9, 5)) * 4
+    assert report.device_bytes == 2 * rows * (a + b) and plan.device_bytes > report.device_bytes
+    assert sum(report.slot_bytes) == 2 * (3 + 5) * (a + b)
+    assert report.per_module["first.k_proj"] == rows * 9 * 4
+    shared.call(x_of(tokens=1), names=["own", "s", "t", None])
+    assert shared.model.memory_report().device_bytes == 2 * rows * (3 * a + b)
 
 
 # -- traced code, and whole models ------------------------------------------------------------------
