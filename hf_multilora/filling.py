@@ -13,6 +13,7 @@ from .formats import A_ONE, B_ONE, LORA, Adapter, is_lora, split_half, split_sit
 from .host import HostAdapter, Place, out_of_memory, pack
 from .kernels.backends import TORCH, has_triton
 from .layers import ExpertSlots, SlotRows
+from .layers.one_a import apart
 from .layers.rows import Pool, home_of, own_tensor
 from .moe import experts_of
 from .patches.facts import Facts
@@ -146,9 +147,10 @@ class Filling(Sites):
             ranks = {name: a.shape[0] for name, (a, _) in host.places.items()}
             kept = {name for name, r in ranks.items() if self._stays(name, slot, r, host.parts.get(name))}
             self._wipe(slot, kept)
-            if len(kept) < len(ranks):
+            alone = apart(self.sites, {name: a.offset for name, (a, _) in host.places.items()})
+            if len(kept) < len(ranks) or alone:
                 self._outdate()
-                self._make_room({name: r for name, r in ranks.items() if name not in kept}, grown)
+                self._make_room({name: r for name, r in ranks.items() if name not in kept}, alone, grown)
             homes: dict[torch.device, list[str]] = {}
             for name in ranks:
                 homes.setdefault(self.sites[name][1].a.device, []).append(name)
@@ -173,7 +175,7 @@ class Filling(Sites):
                 targets = list[Tensor]()
                 for name in names:
                     site, r = self.sites[name][1], host.places[name][0].shape[0]
-                    placed = slot in site.rows.spans
+                    placed, site.sources[slot] = slot in site.rows.spans, host.places[name][0].offset
                     targets += site.tenant(slot) if placed else site.place(slot, r, host.parts.get(name))
                 staging.move(host, names, targets, slot)
         except RuntimeError as error:
@@ -220,21 +222,22 @@ class Filling(Sites):
         span = slots.rows.spans.get(slot)
         return span is not None and span[1] == r and slots.parts.get(slot) == parts and at_home(module, slots)
 
-    def _make_room(self, ranks: Mapping[str, int], grown: list[tuple[SlotRows, Pool]]) -> None:
-        """Let pools grow until these modules have so many more rank rows; what they were goes to `grown`."""
-        needs = {name: self.sites[name][1].rows.used + r for name, r in ranks.items()}
+    def _make_room(self, ranks: Mapping[str, int], alone: Collection[str], grown: list[tuple[SlotRows, Pool]]) -> None:
+        """Let pools grow until these modules have so many more rank rows, and give those `alone` memory of their own;
+        what they were goes to `grown`."""
+        needs = {name: self.sites[name][1].rows.used + ranks.get(name, 0) for name in {**ranks, **dict.fromkeys(alone)}}
         small = {name for name, need in needs.items() if need > self.sites[name][1].rows.capacity}
         planned = self.capacities() if small else {}
         if small and self.routing.captured_at is None:
             self._free_experts()
         for name, need in needs.items():
             module, slots = self.sites[name]
-            if name not in small and at_home(module, slots):
+            if name not in small and name not in alone and at_home(module, slots):
                 continue
             device, dtype = home_of(module), self.dtype_in(name, module)
-            rows = max(need, planned[name]) if name in small else need
+            rows = max(need, planned[name] if name in small else slots.rows.capacity)
             try:
-                pool = slots.reserve(rows, device, dtype)
+                pool = slots.reserve(rows, device, dtype, name in alone)
             except RuntimeError as error:
                 size = rows * slots.row_bytes(dtype)
                 self._require_room(f"{name}'s pool of {rows} rank rows", size, device, error)

@@ -41,7 +41,8 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """All pools together: what `memory_report().device_bytes` becomes."""
+        """All pools together: what `memory_report().device_bytes` becomes at most. An A that adapters have for several
+        linears of one input is planned for each, and may be there once."""
         return sum(module.bytes for module in self.per_module.values())
 
     @property

@@ -34,7 +34,8 @@ class ModuleKind:
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes taken by adapters. per_module: pools of rank rows on the device, by site (`path`, `path:saved` for a module
-    trained in full, `path:tokens` for token rows), device_bytes in all; kinds: the same by kind of module.
+    trained in full, `path:tokens` for token rows), device_bytes in all; kinds: the same by kind of module. An A that is
+    there once for several linears counts in the first of them.
     slots: adapter in each (None: free); slot_ids: its id; slot_bytes: its rank rows. staging_bytes: where adapters
     arrive on CUDA devices: a buffer as large as the largest one that came, and those that were prefetched and not used.
 
@@ -161,7 +162,7 @@ def _report(runtime: Runtime) -> MemoryReport:
         ids[slot], names[slot] = adapter_id, store.catalogue.by_id(adapter_id).name
     for slots in sites.values():
         for slot, (_, r) in slots.rows.spans.items():
-            slot_bytes[slot] += r * slots.row_bytes(slots.a.dtype)
+            slot_bytes[slot] += r * slots.nbytes // slots.rows.capacity
     entries = list(store.catalogue)
     hosts = [e.host for e in entries if e.host is not None]
     per_module = {site: slots.nbytes for site, slots in sites.items()}

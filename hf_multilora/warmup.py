@@ -75,7 +75,7 @@ def _repeat(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
 @contextmanager
 def _resident(runtime: Runtime) -> Iterator[list[str]]:
     """Names of adapters to warm up with, as many as slots can be had for: pinned ones, those in slots, those in host
-    memory, others; where none is registered, dummies of zeros in all slots, taken away at the end."""
+    memory, others; where none is registered, dummies that change nothing in all slots, taken away at the end."""
     store = runtime.store
     if not store.catalogue.entries:
         with _dummies(runtime) as names:
@@ -98,12 +98,13 @@ def _dummies(runtime: Runtime) -> Iterator[list[str]]:
         probe = Runtime(runtime.model, replace(config, target_modules="all-linear"), runtime.facts, runtime.renames)
     census = runtime.census()
     zero, factors = torch.zeros(1, 1), dict[str, LoraFactors]()
-    for site in allowed_sites(probe, census):
+    tiny = [torch.full((1, 1), i * 2.0**-24) for i in range(8)]  # unlike in neighbours: with one A they lie otherwise
+    for number, site in enumerate(allowed_sites(probe, census)):
         path, role = split_site(site)
         shape = census[path]
         parts = None if shape.experts is None else (config.max_lora_rank,) * shape.experts.count
         r, (inside, out) = sum(parts) if parts else config.max_lora_rank, widths(role, shape)
-        factors[site] = LoraFactors(zero.expand(r, inside), zero.expand(out, r), 1.0, parts)
+        factors[site] = LoraFactors(tiny[number % 8].expand(r, inside), zero.expand(out, r), 1.0, parts)
     next_id, names = store.catalogue.next_id, [DUMMY.format(i) for i in range(config.max_loras)]
     try:
         for name in names:

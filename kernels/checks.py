@@ -86,7 +86,9 @@ def check_expand(
         )
 
 
-def check_laid(both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor | None, sizes: Sequence[int]) -> None:
+def check_laid(
+    both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor | None, sizes: Sequence[int], lanes: int
+) -> None:
     """Raises ValueError where the shapes of a `lora_expand_laid` do not fit together."""
     pieces = starts.shape[0]
     _must(
@@ -101,14 +103,24 @@ def check_laid(both: Tensor, row_slots: Tensor, starts: Tensor, slices: Tensor |
         row_slots.shape == both.shape[:1] and row_slots.dtype == torch.int32,
         f"lora_expand_laid: row_slots must be int32 [{both.shape[0]}], got {row_slots.dtype} {tuple(row_slots.shape)}",
     )
+    _must(
+        lanes in (1, pieces) and (both.shape[2] - sum(sizes)) % lanes == 0,
+        f"lora_expand_laid: lanes must be 1 or {pieces}, with as many columns of h in each, got {lanes} for "
+        f"{both.shape[2] - sum(sizes)} columns",
+    )
 
 
-def check_gated(both: Tensor, row_slots: Tensor, starts: Tensor, n: int, piece: int) -> None:
+def check_gated(both: Tensor, row_slots: Tensor, starts: Tensor, n: int, piece: int, lanes: int) -> None:
     """Raises ValueError where the shapes of a `lora_gated_laid` do not fit together."""
     _must(
         both.dim() == 3 and both.shape[2] >= n and n % 2 == 0 and starts.shape[0] == 2 and piece in (0, 1),
         f"lora_gated_laid: both must be [R, T, at least {n}] for two slices of one width, the gate being 0 or 1, got "
         f"{tuple(both.shape)}, starts {tuple(starts.shape)}, gate {piece}",
+    )
+    _must(
+        lanes in (1, 2) and (both.shape[2] - n) % lanes == 0,
+        f"lora_gated_laid: lanes must be 1 or 2, with as many columns of h in each, got {lanes} for "
+        f"{both.shape[2] - n} columns",
     )
     _must(
         row_slots.shape == both.shape[:1] and row_slots.dtype == torch.int32,

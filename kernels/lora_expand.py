@@ -52,15 +52,16 @@ def of_slice(piece, out, out_1, out_2, out_3, SLICES: tl.constexpr):
 def lora_expand_kernel(
     y, h, out, out_1, out_2, out_3, b, order, offsets, starts, ranks, slices, scale, bias,
     rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
-    SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, LOOP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr,
+    BIAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
     out, out_1, ...: of the slices, each [R, T, its columns]. PLANES: partial sums in h, `plane` elements apart, added
     in their order. OWN_COLUMNS: h has a column for every rank row of the pool, from column `shift` on, those of the
-    slices interleaved; else column 0 of its slice's `max_rank` columns is the slot's first. STEPS: as in the shrink.
+    slices interleaved; else column 0 of its slice's `max_rank` columns is the slot's first. LANES: SLICES, or 1 where
+    all slices read the same columns of h, which are there once. STEPS: as in the shrink.
     PDL: it is launched while the kernel before it still runs, and reads what that one writes after the wait only.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
@@ -75,7 +76,7 @@ def lora_expand_kernel(
                 y, h, b, of_slice(piece, out, out_1, out_2, out_3, SLICES), starts, ranks, scale, bias,
                 slot, token, live, piece, left, width, offset, column,
                 n, slots, max_rank, stride_y, stride_h, shift, plane,
-                SLICES, PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
+                LANES, PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
             )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def lora_expand_kernel(
 def expand_columns(
     y, h, b, out, starts, ranks, scale, bias, slot, token, live, piece, left, width, offset, column,
     n, slots, max_rank, stride_y, stride_h, shift, plane,
-    SLICES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -94,10 +95,11 @@ def expand_columns(
     columns = column + tl.arange(0, BLOCK_N)
     inside = columns < width
     edge = live[:, None] & inside[None, :]
+    own = piece if LANES > 1 else 0
     if OWN_COLUMNS:
-        h_tile, lane = h + shift + token[:, None] * stride_h + start * SLICES + piece, SLICES
+        h_tile, lane = h + shift + token[:, None] * stride_h + start * LANES + own, LANES
     else:
-        h_tile, lane = h + token[:, None] * stride_h + piece * max_rank, 1
+        h_tile, lane = h + token[:, None] * stride_h + own * max_rank, 1
     b_tile = b + offset + start * width + columns[None, :]
     at = tl.arange(0, BLOCK_R)
     some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)

@@ -34,12 +34,13 @@ def product_of(gate, up, kind: tl.constexpr, ACT: tl.constexpr):
 def lora_gated_rows_kernel(
     y, h, out, b, row_slots, starts, ranks,
     tokens, width, slots, stride, shift, offset,
-    GATE: tl.constexpr, ACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, token) writes out[token, columns]. For few tokens, without tensor cores.
 
     width: of each slice; that of the gate is the GATE-th of y and b, the one of slice 1 begins at `offset` of b. y, h,
-    stride, shift, PDL: as in lora_rows.py.
+    stride, shift, LANES, PDL: as in lora_rows.py.
     """
     token = tl.program_id(1).to(tl.int64)
     slot = tl.load(row_slots + token // tokens)
@@ -59,12 +60,12 @@ def lora_gated_rows_kernel(
     place = y + token * stride + columns
     total_0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     total_1 = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
-    h_0 = h + token * stride + shift + start_0 * 2
-    h_1 = h + token * stride + shift + start_1 * 2 + 1
+    h_0 = h + token * stride + shift + start_0 * LANES
+    h_1 = h + token * stride + shift + start_1 * LANES + (LANES - 1)
     for _ in range(0, tl.maximum(r_0, r_1), BLOCK_R):
-        some_h = tl.load(h_0 + at * 2, mask=at < r_0, other=0.0)
+        some_h = tl.load(h_0 + at * LANES, mask=at < r_0, other=0.0)
         total_0 += tl.sum(some_h.to(tl.float32)[:, None] * some_0.to(tl.float32), 0)
-        some_h = tl.load(h_1 + at * 2, mask=at < r_1, other=0.0)
+        some_h = tl.load(h_1 + at * LANES, mask=at < r_1, other=0.0)
         total_1 += tl.sum(some_h.to(tl.float32)[:, None] * some_1.to(tl.float32), 0)
         at += BLOCK_R
         some_0 = tl.load(tile_0 + at[:, None] * width, mask=(at < r_0)[:, None] & inside[None, :], other=0.0)
@@ -81,8 +82,8 @@ def lora_gated_rows_kernel(
 def lora_gated_kernel(
     y, h, out, b, order, offsets, starts, ranks,
     rows, tokens, width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
-    GATE: tl.constexpr, ACT: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, tile of columns) writes out[tokens of the tile, columns]; letters as in lora_expand.py."""
@@ -108,11 +109,11 @@ def lora_gated_kernel(
     before_0 = tl.load(place, mask=edge, other=0.0)
     before_1 = tl.load(place + width, mask=edge, other=0.0)
     if OWN_COLUMNS:
-        h_rows, lane = h + shift + token[:, None] * stride_h, 2
-        h_0, h_1 = h_rows + start_0 * 2, h_rows + start_1 * 2 + 1
+        h_rows, lane = h + shift + token[:, None] * stride_h, LANES
+        h_0, h_1 = h_rows + start_0 * LANES, h_rows + start_1 * LANES + (LANES - 1)
     else:
         h_0, lane = h + token[:, None] * stride_h, 1
-        h_1 = h_0 + max_rank
+        h_1 = h_0 + (LANES - 1) * max_rank
     kind: tl.constexpr = out.dtype.element_ty
     total_0 = over_ranks(
         h_0, lane, plane, tile_0, width, some_0, r_0, live, inside, kind == tl.bfloat16,

@@ -12,13 +12,14 @@ from .lora_expand import find_columns, of_slice
 def lora_expand_rows_kernel(
     y, h, out, out_1, out_2, out_3, b, row_slots, starts, ranks, slices,
     tokens, n, slots, stride, shift,
-    SLICES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, token) writes out[token, columns] = y + B^T h of the token's slot.
 
     y and h have `stride` numbers per token, h one for every rank row from column `shift` on. out, out_1, ...: of the
-    slices, each [R, T, its columns]. Nothing is sorted, and what tokens of one slot share is read again, from L2. PDL:
-    as in the expand.
+    slices, each [R, T, its columns]. Nothing is sorted, and what tokens of one slot share is read again, from L2.
+    LANES, PDL: as in the expand.
     """
     piece, left, width, offset, column = find_columns(tl.program_id(0), slices, n, SLICES, BLOCK_N, EVEN)
     token = tl.program_id(1).to(tl.int64)
@@ -35,9 +36,9 @@ def lora_expand_rows_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         total = tl.load(y + token * stride + left + columns, mask=inside, other=0.0).to(tl.float32)
-        h_tile = h + token * stride + shift + start * SLICES + piece
+        h_tile = h + token * stride + shift + start * LANES + (piece if LANES > 1 else 0)
         for _ in range(0, r, BLOCK_R):
-            some_h = tl.load(h_tile + at * SLICES, mask=at < r, other=0.0)
+            some_h = tl.load(h_tile + at * LANES, mask=at < r, other=0.0)
             total += tl.sum(some_h.to(tl.float32)[:, None] * some_b.to(tl.float32), 0)
             at += BLOCK_R
             some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)

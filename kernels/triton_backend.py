@@ -148,25 +148,25 @@ def shrink(
 
 @functools.lru_cache(maxsize=4096)
 def _expand(
-    rows: int, tokens: int, n: int, slots: int, pieces: int, width: int, stride: int, stride_h: int, shift: int,
-    plane: int, planes: int, dtype: torch.dtype, exact: str, own_columns: bool, scale: bool, bias: bool, even: bool,
-    fixed: bool, early: bool, device: torch.device,
+    rows: int, tokens: int, n: int, slots: int, pieces: int, lanes: int, width: int, stride: int, stride_h: int,
+    shift: int, plane: int, planes: int, dtype: torch.dtype, exact: str, own_columns: bool, scale: bool, bias: bool,
+    even: bool, fixed: bool, early: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
     """Cached, since an eager call has hundreds. width: columns of h. dtype: of b. early: it may be launched
     before the kernel before it on the stream has ended, which wrote neither b nor tables."""
-    groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // pieces, 32)
+    groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // lanes, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
     if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
         t = LONG if rows * tokens >= MANY else replace(LONG, loop=2 if t.block_m > 16 else 1)
     constants = {
-        "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
+        "SLICES": pieces, "LANES": lanes, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
         "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
         "PDL": early and dependent_launch(device),
     }  # fmt: skip
     columns = triton.cdiv(n, t.block_n) + pieces - 1
     grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
-    numbers = (rows, tokens, n, slots, width // pieces, stride, stride_h, shift, plane)
+    numbers = (rows, tokens, n, slots, width // lanes, stride, stride_h, shift, plane)
     return Launcher(lora_expand_kernel, grid, numbers, constants, t.warps, 1)
 
 
@@ -192,7 +192,7 @@ def expand(
     if together != 1 or stride_r != tokens * stride_h:
         h, stride_h, plane = h.contiguous(), width, rows * tokens * width
     run = _expand(
-        rows, tokens, n, slots, pieces, width, stride, stride_h, 0, plane, planes, b.dtype,
+        rows, tokens, n, slots, pieces, pieces, width, stride, stride_h, 0, plane, planes, b.dtype,
         precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, False, y.device,
     )  # fmt: skip
     run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
@@ -201,14 +201,14 @@ def expand(
 
 @functools.lru_cache(maxsize=4096)
 def _expand_rows(
-    count: int, tokens: int, n: int, slots: int, pieces: int, stride: int, bound: int, dtype: torch.dtype,
+    count: int, tokens: int, n: int, slots: int, pieces: int, lanes: int, stride: int, bound: int, dtype: torch.dtype,
     even: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
     """count: R * T. bound: of the ranks."""
     block_r = min(triton.next_power_of_2(bound), 32)
     block_n = (LOW_BYTES if block_r <= 16 else FEW_BYTES) // dtype.itemsize
     constants = {
-        "SLICES": pieces, "BLOCK_R": block_r, "BLOCK_N": block_n, "EVEN": even,
+        "SLICES": pieces, "LANES": lanes, "BLOCK_R": block_r, "BLOCK_N": block_n, "EVEN": even,
         "PDL": dependent_launch(device),
     }  # fmt: skip
     grid = (triton.cdiv(n, constants["BLOCK_N"]) + pieces - 1, count, 1)
@@ -217,21 +217,23 @@ def _expand_rows(
 
 def expand_laid(
     both: Tensor, rows: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
-    ranks: Tensor, slices: Tensor | None, n: int, bound: int, even: bool,
+    ranks: Tensor, slices: Tensor | None, n: int, bound: int, even: bool, lanes: int,
 ) -> Bound:  # fmt: skip
-    """What expands such both = [y | h], [R * T, n + P * L], as a matmul that was just launched gives it: to be called
-    with y = both, h = both and four outputs, those of the slices, again and again while the tables stay where they are.
+    """What expands such both = [y | h], [R * T, n + P * lanes], as a matmul that was just launched gives it: to be
+    called with y = both, h = both and four outputs, those of the slices, again and again while the tables stay where
+    they are.
 
-    row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16.
+    row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16. lanes: L, or 1
+    where all slices read the same h.
     """
     (count, columns), (pieces, slots) = both.shape, starts.shape
     if few(count, slots):
         each = _expand_rows(
-            count, count // rows, n, slots, pieces, columns, bound, b.dtype, even, both.device
+            count, count // rows, n, slots, pieces, lanes, columns, bound, b.dtype, even, both.device
         )  # fmt: skip
         return Bound(each, b, row_slots, starts, ranks, slices)
     run = _expand(
-        rows, count // rows, n, slots, pieces, columns - n, columns, columns, n, 0, 1, b.dtype,
+        rows, count // rows, n, slots, pieces, lanes, columns - n, columns, columns, n, 0, 1, b.dtype,
         precision(b.dtype), True, False, False, even, False, True, both.device,
     )  # fmt: skip
     return Bound(run, b, order, offsets, starts, ranks, slices, None, None)
@@ -239,12 +241,12 @@ def expand_laid(
 
 def expand_parts(
     y: Tensor, h: Tensor, outs: Sequence[Tensor], b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
-    ranks: Tensor, slices: Tensor | None, even: bool,
+    ranks: Tensor, slices: Tensor | None, even: bool, lanes: int,
 ) -> None:  # fmt: skip
-    """`expand` after a `shrink` into four outputs, those of the slices: y [R, T, N], h [Z, R, T, L * max_rank]."""
+    """`expand` after a `shrink` into four outputs, those of the slices: y [R, T, N], h [Z, R, T, lanes * max_rank]."""
     (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
     run = _expand(
-        rows, tokens, n, slots, pieces, width, n, width, 0, rows * tokens * width, planes, b.dtype,
+        rows, tokens, n, slots, pieces, lanes, width, n, width, 0, rows * tokens * width, planes, b.dtype,
         precision(b.dtype), False, False, False, even, False, True, y.device,
     )  # fmt: skip
     run(y, h, *outs, b, order, offsets, starts, ranks, slices, None, None)

@@ -22,10 +22,10 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 @functools.lru_cache(maxsize=4096)
 def _rows(
     count: int, tokens: int, width: int, slots: int, stride: int, bound: int, dtype: torch.dtype, offset: int,
-    piece: int, act: str, device: torch.device,
+    piece: int, act: str, lanes: int, device: torch.device,
 ) -> Launcher:  # fmt: skip
     constants = {
-        "GATE": piece, "ACT": act, "BLOCK_R": min(triton.next_power_of_2(bound), 32),
+        "GATE": piece, "ACT": act, "LANES": lanes, "BLOCK_R": min(triton.next_power_of_2(bound), 32),
         "BLOCK_N": FEW_BYTES // dtype.itemsize, "PDL": dependent_launch(device),
     }  # fmt: skip
     grid = (triton.cdiv(width, constants["BLOCK_N"]), count, 1)
@@ -35,14 +35,15 @@ def _rows(
 @functools.lru_cache(maxsize=4096)
 def _tiles(
     rows: int, tokens: int, width: int, slots: int, columns: int, own_columns: bool, stride: int, stride_h: int,
-    plane: int, planes: int, dtype: torch.dtype, exact: str, offset: int, piece: int, act: str, device: torch.device,
+    plane: int, planes: int, dtype: torch.dtype, exact: str, offset: int, piece: int, act: str, lanes: int,
+    device: torch.device,
 ) -> Launcher:  # fmt: skip
-    """columns: of h for each slice."""
+    """columns: of h for each lane."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(columns, 32)
     t = tiles(rows * tokens, groups, bound, dtype.itemsize)
     block_m, block_n = (LONG.block_m, LONG.block_n // 2) if bound <= 16 and dtype.itemsize == 2 else (t.block_m, 64)
     constants = {
-        "GATE": piece, "ACT": act, "PLANES": planes, "OWN_COLUMNS": own_columns,
+        "GATE": piece, "ACT": act, "LANES": lanes, "PLANES": planes, "OWN_COLUMNS": own_columns,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": block_m, "BLOCK_R": t.block_r, "BLOCK_N": block_n,
         "STEPS": steps(dtype), "PRECISION": exact, "PDL": dependent_launch(device),
     }  # fmt: skip
@@ -54,31 +55,31 @@ def _tiles(
 
 def gated_laid(
     both: Tensor, rows: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
-    ranks: Tensor, offset: int, n: int, bound: int, piece: int, act: str,
+    ranks: Tensor, offset: int, n: int, bound: int, piece: int, act: str, lanes: int,
 ) -> Bound:  # fmt: skip
     """As `triton_backend.expand_laid`: to be called with y = both, h = both and the output [R * T, n / 2]. offset: of
     slice 1 in b."""
     (count, columns), slots, width = both.shape, starts.shape[1], n // 2
     if few(count, slots):
         each = _rows(
-            count, count // rows, width, slots, columns, bound, b.dtype, offset, piece, act, both.device
+            count, count // rows, width, slots, columns, bound, b.dtype, offset, piece, act, lanes, both.device
         )  # fmt: skip
         return Bound(each, b, row_slots, starts, ranks)
     run = _tiles(
-        rows, count // rows, width, slots, (columns - n) // 2, True, columns, columns, 0, 1, b.dtype,
-        precision(b.dtype), offset, piece, act, both.device,
+        rows, count // rows, width, slots, (columns - n) // lanes, True, columns, columns, 0, 1, b.dtype,
+        precision(b.dtype), offset, piece, act, lanes, both.device,
     )  # fmt: skip
     return Bound(run, b, order, offsets, starts, ranks)
 
 
 def gated_parts(
     y: Tensor, h: Tensor, out: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
-    offset: int, piece: int, act: str,
+    offset: int, piece: int, act: str, lanes: int,
 ) -> None:  # fmt: skip
-    """As `triton_backend.expand_parts`: y [R, T, N], h [Z, R, T, 2 * max_rank] -> out [R, T, N / 2]."""
+    """As `triton_backend.expand_parts`: y [R, T, N], h [Z, R, T, lanes * max_rank] -> out [R, T, N / 2]."""
     (rows, tokens, n), slots, (planes, _, _, columns) = y.shape, starts.shape[1], h.shape
     run = _tiles(
-        rows, tokens, n // 2, slots, columns // 2, False, n, columns, rows * tokens * columns, planes, b.dtype,
-        precision(b.dtype), offset, piece, act, y.device,
+        rows, tokens, n // 2, slots, columns // lanes, False, n, columns, rows * tokens * columns, planes, b.dtype,
+        precision(b.dtype), offset, piece, act, lanes, y.device,
     )  # fmt: skip
     run(y, h, out, b, order, offsets, starts, ranks)

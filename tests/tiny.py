@@ -173,5 +173,5 @@ def snapshot(model: Any) -> dict[str, Any]:
 def beside(slots: Any) -> Tensor:
     """A laid module's A as the matmul with its weight, and those of its siblings, reads it."""
     merged = slots.merged
-    rows: Tensor = merged.buffer[merged.n + slots.index :: len(merged.members)]
+    rows: Tensor = merged.buffer[merged.n + (0 if merged.one_a else slots.index) :: merged.lanes]
     return rows[: len(slots.a)]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..kernels.backends import MOST_SLICES
 from .merged import Merged
+from .one_a import has_one_a
 from .plain import can_lay, plain_call
 from .slots import ModuleSlots
 
@@ -44,24 +45,25 @@ def lay(members: Sequence[Member]) -> None:
     """Move the weights, biases and rank rows of linears into buffers that they share. Peak extra memory: these."""
     weights = [module._parameters["weight"] for module, _ in members]
     biases = [module._parameters.get("bias") for module, _ in members]
-    count, rows = len(members), max(slots.rows.capacity for _, slots in members)
+    one_a, rows = has_one_a(members), max(slots.rows.capacity for _, slots in members)
+    lanes = 1 if one_a else len(members)
     n, k = sum(slots.out_features for _, slots in members), members[0][1].in_features
     size_b = sum(slots.rows.capacity * slots.out_features for _, slots in members)
     with torch.inference_mode(False), torch.no_grad():
         first = weights[0]
         assert first is not None
-        buffer = torch.empty(n + rows * count, k, dtype=first.dtype, device=first.device)
+        buffer = torch.empty(n + rows * lanes, k, dtype=first.dtype, device=first.device)
         b = torch.empty(size_b, dtype=first.dtype, device=first.device)
         bias = None
         if any(one is not None for one in biases):
-            bias = torch.zeros(n + rows * count, dtype=first.dtype, device=first.device)
+            bias = torch.zeros(n + rows * lanes, dtype=first.dtype, device=first.device)
         buffer[n:].zero_()
-        merged = Merged(members, buffer, bias, b)
+        merged = Merged(members, buffer, bias, b, one_a)
         for i, (_, slots) in enumerate(members):
             own, own_bias = weights[i], biases[i]
             assert own is not None
             span, capacity = slice(merged.edges[i], merged.edges[i + 1]), slots.rows.capacity
-            own_a = buffer[n + i :: count][:capacity]
+            own_a = buffer[n + (0 if one_a else i) :: lanes][:capacity]
             own_b = b[merged.places[i] : merged.places[i + 1]].view(capacity, slots.out_features)
             buffer[span], own_a[:], own_b[:] = own, slots.a, slots.b
             old, place = slots.merged, slots.index

@@ -27,15 +27,17 @@ class Merged:
     """L linears in one buffer [W_1; ...; W_L; A], rank row p of the i-th at row p * L + i of A, and in one flat b.
 
     members: the linears and their rank rows, which are views of `buffer` and `b` while they are `laid`.
+    one_a: they have one A (see one_a.py), so rank row p of all of them is row p of A, and `lanes` is 1, else L.
     whole: all are. sizes: their output features. width: rank rows of each in the occupied prefix. used: views of that,
     and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. wasted: runs
     whose outputs the other members did not take.
     """
 
     def __init__(
-        self, members: Sequence[tuple[nn.Module, ModuleSlots]], buffer: Tensor, bias: Tensor | None, b: Tensor
-    ) -> None:
-        self.members = tuple(members)
+        self, members: Sequence[tuple[nn.Module, ModuleSlots]], buffer: Tensor, bias: Tensor | None, b: Tensor,
+        one_a: bool,
+    ) -> None:  # fmt: skip
+        self.members, self.one_a = tuple(members), one_a
         self.buffer, self.bias_buffer, self.b = buffer, bias, b
         self.sizes = [slots.out_features for _, slots in members]
         self.edges = [0, *accumulate(self.sizes)]
@@ -61,12 +63,23 @@ class Merged:
         all_slots = [slots for _, slots in self.members]
         self.whole = all(slots.laid and slots.merged is self for slots in all_slots)
         self.width = max((slots.layout.width for slots in all_slots if slots.layout is not None), default=0)
-        end = self.n + self.width * len(all_slots)
+        end = self.n + self.width * self.lanes
         self.used = self.buffer[:end], None if self.bias_buffer is None else self.bias_buffer[:end]
         fixed(*(tensor for tensor in (*self.used, self.slices, self.b) if tensor is not None))
         self.step = None
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout
+
+    @property
+    def lanes(self) -> int:
+        """Rank rows of the buffer for each that a member has."""
+        return 1 if self.one_a else len(self.members)
+
+    def of_one_a(self) -> list[ModuleSlots]:
+        """The members whose A is the one of the buffer; none where each has its own. By address, as an interrupt may
+        have left one half way here."""
+        at = self.buffer[self.n :].data_ptr()
+        return [slots for _, slots in self.members if self.one_a and slots.a.data_ptr() == at]
 
     @property
     def joint(self) -> Joint | None:
@@ -81,7 +94,11 @@ class Merged:
     @torch.no_grad()
     def leave(self, index: int) -> None:
         """A member has moved elsewhere. A weight that somebody took out of its module takes no tenant's rows along."""
-        self.buffer[self.n + index :: len(self.members)].zero_()
+        if self.one_a:
+            if all(slots is self.members[index][1] for slots in self.of_one_a()):
+                self.buffer[self.n :].zero_()
+        else:
+            self.buffer[self.n + index :: self.lanes].zero_()
         self.forget(index)
         self.look()
 

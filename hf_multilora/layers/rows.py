@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -60,6 +60,7 @@ class SlotRows:
         self.a = torch.zeros(0, in_features)
         self.b = torch.zeros(0, out_features, dtype=self.b_dtype(torch.float32))
         self.converted = False  # to another dtype since they were filled: they may have lost digits
+        self.sources: dict[int, int] = {}  # slot -> where its A came from, in the adapter's host copy
         self.look()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -79,9 +80,13 @@ class SlotRows:
         """What the module's weight lies in together with rank rows, if it does."""
         return None
 
+    def of_one_a(self) -> Sequence[SlotRows]:
+        """All with the same memory for A, of which the first counts it."""
+        return (self,)
+
     @property
     def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+        return self.b.nbytes + (self.a.nbytes if self.of_one_a()[0] is self else 0)
 
     def path(self) -> int:
         """BASE_ONLY: no row has an adapter here. ONE: all rows share one. MIXED: routing.rows rows, each its own.
@@ -144,11 +149,11 @@ class SlotRows:
         assert rows is not None
         return rows.order, rows.offsets, self.layout.starts, self.layout.ranks
 
-    def reserve(self, capacity: int, device: torch.device, dtype: torch.dtype) -> Pool | None:
+    def reserve(self, capacity: int, device: torch.device, dtype: torch.dtype, anew: bool = False) -> Pool | None:
         """Make room for `capacity` rank rows; rows in use keep their place. Returns what `restore` takes, None where
-        nothing was done.
+        nothing was done. anew: in other memory in any case.
         """
-        if capacity <= self.rows.capacity and self.a.device == device and self.a.dtype == dtype:
+        if not anew and capacity <= self.rows.capacity and self.a.device == device and self.a.dtype == dtype:
             return None
         before = self.a, self.b, self.laid, self.rows.capacity, dict(self.rows.spans)
         capacity = max(capacity, self.rows.capacity)
@@ -186,18 +191,23 @@ class SlotRows:
 
     @torch.no_grad()
     def _compact(self) -> None:
-        """Close the gaps between rows in use. What is interrupted half way is undone: the rows are other adapters'."""
-        spans, end = dict(self.rows.spans), self.rows.end
-        a, b = self.a[:end].clone(), self.b[:end].clone()
+        """Close the gaps between rows in use, and those of who has the same A, which are the same. What is interrupted
+        half way is undone: the rows are other adapters'."""
+        of_one_a, end = self.of_one_a(), self.rows.end
+        spans = [dict(slots.rows.spans) for slots in of_one_a]
+        moved = [self.a, *(slots.b for slots in of_one_a)]
+        copies = [rows[:end].clone() for rows in moved]
         try:
-            for old, new, width in self.rows.compact():
-                for rows, copy in ((self.a, a), (self.b, b)):
+            moves, *_ = [slots.rows.compact() for slots in of_one_a]
+            for rows, copy in zip(moved, copies, strict=True):
+                for old, new, width in moves:
                     rows[new : new + width] = copy[old : old + width]
-            for rows in (self.a, self.b):  # what was moved is not left behind as well
-                rows[self.rows.end : end].zero_()
+                rows[self.rows.end : end].zero_()  # what was moved is not left behind as well
         except BaseException:
-            self.rows.spans = spans
-            self.a[:end], self.b[:end] = a, b
+            for slots, before in zip(of_one_a, spans, strict=True):
+                slots.rows.spans = before
+            for rows, copy in zip(moved, copies, strict=True):
+                rows[:end] = copy
             raise
 
     def tenant(self, slot: int) -> tuple[Tensor, Tensor]:
@@ -241,7 +251,9 @@ class SlotRows:
         """Follow the module to another device or dtype (`nn.Module._apply`)."""
         with torch.inference_mode(False), torch.no_grad():
             a, b = fn(self.a), fn(self.b)
-            self.converted |= a.dtype != self.a.dtype
+            if a.dtype != self.a.dtype:
+                self.converted = True
+                self.sources.clear()  # what came from one place may differ now
             if self.fixed_dtype is not None:
                 a, b = a.to(self.fixed_dtype), b.to(self.b_dtype(self.fixed_dtype))
             if a is not self.a:

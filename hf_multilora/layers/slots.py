@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,10 @@ class ModuleSlots(SlotRows):
     @property
     def buffer(self) -> Tensor | None:
         return None if self.merged is None else self.merged.buffer
+
+    def of_one_a(self) -> Sequence[SlotRows]:
+        found = [] if self.merged is None else self.merged.of_one_a()
+        return found if self in found else (self,)
 
     def look(self) -> None:
         """Set the views of the occupied prefix, w rank rows wide, that the dense path reads, and how far it goes.

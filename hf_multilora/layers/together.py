@@ -28,9 +28,9 @@ class Product(NamedTuple):
 class Step(NamedTuple):
     """What calls have in common while rows, slots and layouts stay as they are: a decode step has hundreds.
 
-    stamp: of the routing. shape, dtype: of x. product: as asked for. flat: x as a matrix. weight [K, N + w * L], bias:
-    what it is multiplied with. outs: shapes of the outputs. more: how often the first of them is given to the kernel
-    again, in places that it does not use. launch: of the kernel, for what the matmul gives in `given`.
+    stamp: of the routing. shape, dtype: of x. product: as asked for. flat: x as a matrix. weight [K, N + w * lanes],
+    bias: what it is multiplied with. outs: shapes of the outputs. more: how often the first of them is given to the
+    kernel again, in places that it does not use. launch: of the kernel, for what the matmul gives in `given`.
     """
 
     stamp: int
@@ -72,7 +72,7 @@ def run(
         rows, table = routing.align(x, layout.closed.shape[0], lead.name, flat=lead.flat), layout.table
     capturing = routing.capturing  # then the whole pool: what is loaded later must be there
     weight, bias = (merged.buffer, merged.bias_buffer) if capturing else merged.used
-    width = (weight.shape[0] - merged.n) // len(merged.members) if capturing else merged.width
+    width = (weight.shape[0] - merged.n) // merged.lanes if capturing else merged.width
     many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, width, merged.buffer.is_cuda)
     bound = joint.most if capturing else joint.bound
     shapes = [(*x.shape[:-1], size) for size in (merged.sizes if product is None else merged.sizes[:1])]
@@ -93,9 +93,9 @@ def run(
         both = _both(flat, turned, bias)
         given = both, rows.shape[0], merged.b, table.row_slots, *tables
         if product is None:
-            launch = backend.expand_laid(*given, merged.slices, merged.n, bound, merged.even)  # type: ignore[misc]
+            launch = backend.expand_laid(*given, merged.slices, merged.n, bound, merged.even, merged.lanes)  # type: ignore[misc]
         else:
-            launch = backend.gated_laid(*given, merged.places[1], merged.n, bound, *product)  # type: ignore[misc]
+            launch = backend.gated_laid(*given, merged.places[1], merged.n, bound, *product, merged.lanes)  # type: ignore[misc]
         facts = (flat.shape, turned, bias, shapes, more, both.dtype, launch)
         merged.step = Step(routing.stamp, x.shape, x.dtype, product, *facts)  # type: ignore[arg-type]
         return _finish(merged.step, both)
@@ -103,12 +103,14 @@ def run(
     outs = [y.new_empty(shape) for shape in shapes]
     if y.numel():
         a = merged.buffer[merged.n :]
-        h = backend.shrink(rows.to(a.dtype), a, *tables, bound, early=True)
+        of_h = (table.order, table.offsets, joint.starts[:1], joint.ranks[:1]) if merged.one_a else tables
+        h = backend.shrink(rows.to(a.dtype), a, *of_h, bound, early=True)
         if product is None:
-            four = [*outs, *outs[:1] * more]
-            backend.expand_parts(y, h, four, merged.b, *tables, merged.slices, merged.even)  # type: ignore[misc]
+            four, rest = [*outs, *outs[:1] * more], (merged.slices, merged.even, merged.lanes)
+            backend.expand_parts(y, h, four, merged.b, *tables, *rest)  # type: ignore[misc]
         else:
-            backend.gated_parts(y, h, *outs, merged.b, *tables, merged.places[1], *product)  # type: ignore[misc]
+            last = merged.places[1], *product, merged.lanes
+            backend.gated_parts(y, h, *outs, merged.b, *tables, *last)  # type: ignore[misc]
     return outs  # type: ignore[return-value]
 
 
@@ -119,5 +121,5 @@ def _finish(step: Step, both: Tensor) -> list[Tensor | None]:
 
 
 def _both(flat: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[y | h], [R * T, N + w * L], of x [R * T, K] and a weight [K, N + w * L]."""
+    """[y | h], [R * T, N + w * lanes], of x [R * T, K] and a weight [K, N + w * lanes]."""
     return torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def expand_traced(merged: Merged, both: Tensor, table: RowTables, joint: Joint, backend: Backend) -> list[Tensor]:
-    """Of both = [y | h], [R, T, N + w * L], the output [R, T, n] of each member; for kernels, without gradients.
+    """Of both = [y | h], [R, T, N + w * lanes], the output [R, T, n] of each member; for kernels, without gradients.
 
     An operation of its own at any number of tokens: what a compiler made of the same in plain torch took a batch of 8
     tokens longer, however it was written, and longer to compile.
     """
     tables = table.row_slots, table.order, table.offsets, joint.starts, joint.ranks, merged.slices
-    rest = merged.sizes, joint.bound, merged.even, backend.name
+    rest = merged.sizes, joint.bound, merged.even, merged.lanes, backend.name
     outs: list[Tensor] = torch.ops.hf_multilora.lora_expand_laid(both, merged.b, *tables, *rest)
     return outs
 
@@ -35,7 +35,7 @@ def gated_traced(
 ) -> Tensor:
     """Of the same, act(gate) * up [R, T, N / 2] of the two members."""
     tables = table.row_slots, table.order, table.offsets, joint.starts, joint.ranks
-    rest = merged.places[1], merged.n, joint.bound, product.piece, product.act, backend.name
+    rest = merged.places[1], merged.n, joint.bound, product.piece, product.act, merged.lanes, backend.name
     out: Tensor = torch.ops.hf_multilora.lora_gated_laid(both, merged.b, *tables, *rest)
     return out
 
@@ -43,12 +43,13 @@ def gated_traced(
 def expand_plainly(merged: Merged, both: Tensor) -> list[Tensor]:
     """As `expand_traced`, with the rank rows of all slots: with gradients, and for the torch backend. A member without
     rank rows keeps y."""
-    outs, count = [], len(merged.members)
+    outs, lanes = [], merged.lanes
     for i, (_, slots) in enumerate(merged.members):
         y = both[..., merged.edges[i] : merged.edges[i + 1]]
         if slots.layout is None:
             outs.append(y.contiguous())
             continue
         _, b, closed = slots.covered()
-        outs.append(expand_gated(y, both[..., merged.n + i :: count][..., : b.shape[0]], b, closed))
+        h = both[..., merged.n + (i if lanes > 1 else 0) :: lanes]
+        outs.append(expand_gated(y, h[..., : b.shape[0]], b, closed))
     return outs

@@ -87,7 +87,7 @@ def test_launches_that_are_kept(tokens: int) -> None:
         y, h = own_columns(c)
         both = torch.cat((y, h[0]), 2).flatten(0, 1)
         tables = torch.tensor(c.rows, dtype=torch.int32, device="cuda"), *c.tables(), c.extras()["slices"]
-        run = kernel(both, 8, c.b, *tables, y.shape[2], c.max_rank, even(c))
+        run = kernel(both, 8, c.b, *tables, y.shape[2], c.max_rank, even(c), 3)
         check(c, laid)
         want = laid(c)
         for odd in (False, True, False):

@@ -72,14 +72,14 @@ def compiled_rows(target: int, dtype: str) -> dict[str, Any]:
     data = (
         TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}") | {"row_slots": "*i32"}
     )
-    for bound, pieces, even in ((16, 3, True), (64, 1, True), (8, 2, False)):
-        made = _expand_rows(8, 1, 6144, 8, pieces, 6528, bound, kind, even, torch.device("cpu"))
+    for bound, pieces, lanes, even in ((16, 3, 3, True), (16, 3, 1, True), (64, 1, 1, True), (8, 2, 2, False)):
+        made = _expand_rows(8, 1, 6144, 8, pieces, lanes, 6528, bound, kind, even, torch.device("cpu"))
         constants = made.constants | {"PDL": target >= 90}
         pointers = data | ({"slices": "*i64"} if pieces > 1 else {})
         if pieces == 1:
             constants["slices"] = None
         warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
-        name = f"expand, few tokens, {pieces} slices, {constants['BLOCK_R']} ranks"
+        name = f"expand, few tokens, {pieces} slices in {lanes} lanes, {constants['BLOCK_R']} ranks"
         found[name] = compiled(lora_expand_rows_kernel, pointers, constants, target, warps, stages, even)
     return found
 
@@ -89,16 +89,18 @@ def compiled_gated(target: int, dtype: str) -> dict[str, Any]:
     found, kind = {}, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     data = TABLES | dict.fromkeys(("y", "h", "out", "b"), f"*{dtype}") | {"row_slots": "*i32"}
     device, exact = torch.device("cpu"), {"bf16": "tf32x3", "fp32": "ieee"}[dtype]
-    for act, piece, tokens, own in (("silu", 0, 8, True), ("gelu_tanh", 1, 64, False), ("silu", 0, 1 << 13, False)):
+    for act, piece, tokens, own, lanes in (
+        ("silu", 0, 8, True, 2), ("silu", 0, 8, True, 1), ("gelu_tanh", 1, 64, False, 2), ("silu", 0, 1 << 13, False, 1)
+    ):  # fmt: skip
         columns = 16 if own else 64
-        rows = gated._rows(8, 1, 14336, 8, 28928, columns, kind, 1 << 20, piece, act, device)
+        rows = gated._rows(8, 1, 14336, 8, 28928, columns, kind, 1 << 20, piece, act, lanes, device)
         place = (columns, own, 28928, 2 * columns, 0, 1 if own else 4)
-        tiled = gated._tiles(8, tokens, 14336, 8, *place, kind, exact, 1 << 20, piece, act, device)
+        tiled = gated._tiles(8, tokens, 14336, 8, *place, kind, exact, 1 << 20, piece, act, lanes, device)
         for kernel, made in ((lora_gated_rows_kernel, rows), (lora_gated_kernel, tiled)):
             constants = made.constants | {"PDL": target >= 90 and tokens < 64}
             pointers = data if own or kernel is lora_gated_rows_kernel else data | {"h": "*fp32"}
             warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
-            name = f"{kernel.fn.__name__}, {act}, {tokens} tokens"
+            name = f"{kernel.fn.__name__}, {act}, {tokens} tokens, {lanes} lanes"
             found[name] = compiled(kernel, pointers, constants, target, warps, stages, True)
     return found
 
@@ -114,9 +116,11 @@ def main(targets: list[int]) -> int:
             constants = common | {"BLOCK_K": t.block_k, "EVEN_K": False, "SLICES": 1, "PDL": early}
             found = {"shrink": compiled(lora_shrink_kernel, data, constants, target, t.warps, 3)}
             data = TABLES | dict.fromkeys(("y", "b", "out", "out_1", "out_2", "out_3"), f"*{dtype}")
-            for own, pieces, planes in ((False, 1, 4), (True, 1, 1), (False, 3, 1), (True, 3, 1)):
+            for own, pieces, lanes, planes in (
+                (False, 1, 1, 4), (True, 1, 1, 1), (False, 3, 3, 1), (True, 3, 3, 1), (False, 3, 1, 1), (True, 3, 1, 1)
+            ):  # fmt: skip
                 constants = common | {
-                    "BLOCK_N": t.block_n, "SLICES": pieces, "PLANES": planes, "OWN_COLUMNS": own,
+                    "BLOCK_N": t.block_n, "SLICES": pieces, "LANES": lanes, "PLANES": planes, "OWN_COLUMNS": own,
                     "SCALE": pieces > 1, "BIAS": pieces > 1, "LOOP": t.loop,
                     "PDL": early, "EVEN": True,
                 }  # fmt: skip
@@ -126,7 +130,7 @@ def main(targets: list[int]) -> int:
                     pointers |= extra
                 else:
                     constants |= dict.fromkeys(extra)
-                name = f"expand{', own columns' if own else ''}, {pieces} slices, {planes} planes"
+                name = f"expand{', own columns' if own else ''}, {pieces} slices in {lanes} lanes, {planes} planes"
                 found[name] = compiled(lora_expand_kernel, pointers, constants, target, t.warps, 1)
             for name, kernel in found.items():
                 worst = max(worst, kernel.metadata.shared / SHARED[target])

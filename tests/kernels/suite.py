@@ -161,6 +161,17 @@ def case(
     )
 
 
+def with_one_a(c: Case) -> Case:
+    """The same for slices that have one A: all have the rank rows that the first one has."""
+    assert c.slices is not None
+    lanes, used, size, slices = len(c.starts), len(c.a) // len(c.starts), 0, []
+    for first, width, _ in c.slices:
+        slices.append((first, width, size))
+        size += used * width
+    a, b = c.a[::lanes].repeat_interleave(lanes, 0), (torch.randn(size, device=c.b.device) / 4).to(c.b.dtype)
+    return replace(c, a=a, b=b, slices=slices, starts=c.starts[:1] * lanes, ranks=c.ranks[:1] * lanes)
+
+
 def by_rows(c: Case, dtype: torch.dtype, rows: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """h [R, T, L * max_rank], NaN where nothing is specified, and the output; row by row in `dtype`."""
     h = torch.full((*c.x.shape[:2], len(c.starts) * c.max_rank), torch.nan, dtype=dtype, device=c.x.device)

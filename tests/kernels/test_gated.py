@@ -14,7 +14,19 @@ from torch.nn import functional as F
 
 from hf_multilora.kernels.backends import TRITON, backend
 from tests.kernels.properties import others
-from tests.kernels.suite import BASE, INTERPRETED, MIXES, Case, by_rows, case, closed, nan_filled, own_columns, within
+from tests.kernels.suite import (
+    BASE,
+    INTERPRETED,
+    MIXES,
+    Case,
+    by_rows,
+    case,
+    closed,
+    nan_filled,
+    own_columns,
+    with_one_a,
+    within,
+)
 
 pytestmark = INTERPRETED
 ACTS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -47,26 +59,28 @@ def inputs(c: Case) -> tuple[Tensor, Tensor, int]:
     return y, b.flatten(), used * width
 
 
-def laid(c: Case, piece: int, act: str) -> Tensor:
-    """[R, T, n] from [y | h], others' columns of which are NaN."""
+def laid(c: Case, piece: int, act: str, lanes: int = 2) -> Tensor:
+    """[R, T, n] from [y | h], others' columns of which are NaN. lanes 1: h is there once for both."""
     (y, b, offset), (_, h) = inputs(c), own_columns(c)
     h.masked_fill_(closed(c)[None, :, None], torch.nan)
-    both, slots = torch.cat((y, h[0]), 2).flatten(0, 1), torch.tensor(c.rows, dtype=torch.int32, device=y.device)
+    both = torch.cat((y, h[0, ..., :: 2 // lanes]), 2).flatten(0, 1)
+    slots = torch.tensor(c.rows, dtype=torch.int32, device=y.device)
     out = torch.full((*y.shape[:2], y.shape[2] // 2), torch.nan, dtype=y.dtype, device=y.device)
     make = backend(TRITON).gated_laid
     assert make is not None
-    make(both, len(c.rows), b, slots, *c.tables(), offset, y.shape[2], c.max_rank, piece, act)(both, both, out)
+    make(both, len(c.rows), b, slots, *c.tables(), offset, y.shape[2], c.max_rank, piece, act, lanes)(both, both, out)
     return out
 
 
-def after_shrink(c: Case, piece: int, act: str) -> Tensor:
+def after_shrink(c: Case, piece: int, act: str, lanes: int = 2) -> Tensor:
     """The same by shrink and expand."""
-    (y, b, offset), kernels, tables = inputs(c), backend(TRITON), c.tables()
+    (y, b, offset), kernels, (order, offsets, starts, ranks) = inputs(c), backend(TRITON), c.tables()
     out = torch.full((*y.shape[:2], y.shape[2] // 2), torch.nan, dtype=y.dtype, device=y.device)
     with nan_filled():
-        h = kernels.shrink(c.x, c.a, *tables, c.max_rank, early=True)
+        of_h = order, offsets, starts[:lanes], ranks[:lanes]
+        h = kernels.shrink(c.x, c.a[:: 2 // lanes], *of_h, c.max_rank, early=True)
     assert kernels.gated_parts is not None
-    kernels.gated_parts(y, h, out, b, *tables, offset, piece, act)
+    kernels.gated_parts(y, h, out, b, order, offsets, starts, ranks, offset, piece, act, lanes)
     return out
 
 
@@ -135,6 +149,17 @@ def test_after_a_shrink(shape: str, act: str) -> None:
     c = pair(torch.float16 if shape in ("plain", "whole tiles") else torch.float32, **SHAPES[shape])
     for piece in (0, 1):
         check(c, after_shrink(c, piece, act), piece, act)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mix"), [*((shape, "all distinct") for shape in SHAPES), *(("", mix) for mix in MIXES)]
+)
+def test_one_a_for_both(few: None, shape: str, mix: str) -> None:
+    dtype = torch.float16 if shape in ("plain", "whole tiles") else torch.float32
+    c = with_one_a(pair(dtype, **({"mix": mix} | SHAPES.get(shape, {"r": 40}))))
+    for piece, act in ((0, "silu"), (1, "gelu_tanh")):
+        check(c, laid(c, piece, act, 1), piece, act)
+        check(c, after_shrink(c, piece, act, 1), piece, act)
 
 
 def test_large_values(few: None) -> None:

@@ -5,6 +5,7 @@ Triton in its interpreter: float16 and float32. tests/gpu/test_merged.py has bfl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,19 @@ from torch import Tensor
 
 from hf_multilora.kernels.backends import TRITON, backend
 from tests.kernels.properties import others
-from tests.kernels.suite import BASE, INTERPRETED, MIXES, Case, by_rows, case, closed, nan_filled, own_columns, within
+from tests.kernels.suite import (
+    BASE,
+    INTERPRETED,
+    MIXES,
+    Case,
+    by_rows,
+    case,
+    closed,
+    nan_filled,
+    own_columns,
+    with_one_a,
+    within,
+)
 
 pytestmark = INTERPRETED
 SHAPES: dict[str, dict[str, Any]] = {  # widths, and what differs from case()'s defaults
@@ -30,28 +43,42 @@ SHAPES: dict[str, dict[str, Any]] = {  # widths, and what differs from case()'s 
 RANKS = (1, 8, 13, 16, 40)
 
 
-def laid(c: Case, name: str = TRITON, few: int | None = None, rows: list[int] | None = None) -> list[Tensor]:
-    """Outputs of the slices, [R, T, n] each, in the order of the slices; others' columns are NaN."""
+def laid(c: Case, name: str = TRITON, rows: list[int] | None = None, lanes: int | None = None) -> list[Tensor]:
+    """Outputs of the slices, [R, T, n] each, in the order of the slices; others' columns are NaN. lanes 1: h is there
+    once for all of them."""
     y, h = own_columns(c)
     h.masked_fill_(closed(c, rows)[None, :, None], torch.nan)
-    both = torch.cat((y, h[0]), 2).flatten(0, 1)
+    lanes = lanes or len(c.starts)
+    both = torch.cat((y, h[0, ..., :: len(c.starts) // lanes]), 2).flatten(0, 1)
     outs = outputs(c)
     slots = torch.tensor(c.rows if rows is None else rows, dtype=torch.int32, device=c.x.device)
     tables = slots, *c.tables(rows), c.extras()["slices"]
     run = backend(name).expand_laid
     assert run is not None
-    run(both, len(c.rows), c.b, *tables, y.shape[2], c.max_rank, even(c))(both, both, *four(outs))
+    run(both, len(c.rows), c.b, *tables, y.shape[2], c.max_rank, even(c), lanes)(both, both, *four(outs))
     return outs
 
 
-def after_shrink(c: Case, name: str = TRITON, rows: list[int] | None = None) -> list[Tensor]:
+def after_shrink(c: Case, name: str = TRITON, lanes: int | None = None) -> list[Tensor]:
     """The same by shrink and expand."""
-    kernels, tables, outs = backend(name), c.tables(rows), outputs(c)
+    kernels, (order, offsets, starts, ranks), outs = backend(name), c.tables(), outputs(c)
+    lanes = lanes or len(c.starts)
+    a = c.a[:: len(c.starts) // lanes]
     with nan_filled():
-        h = kernels.shrink(c.x, c.a, *tables, c.max_rank, early=True)
+        h = kernels.shrink(c.x, a, order, offsets, starts[:lanes], ranks[:lanes], c.max_rank, early=True)
     assert kernels.expand_parts is not None
-    kernels.expand_parts(c.y, h, four(outs), c.b, *tables, c.extras()["slices"], even(c))
+    kernels.expand_parts(
+        c.y, h, four(outs), c.b, order, offsets, starts, ranks, c.extras()["slices"], even(c), lanes
+    )  # fmt: skip
     return outs
+
+
+def laid_with_one_a(c: Case) -> list[Tensor]:
+    return laid(c, lanes=1)
+
+
+def after_shrink_with_one_a(c: Case) -> list[Tensor]:
+    return after_shrink(c, lanes=1)
 
 
 def even(c: Case) -> bool:
@@ -123,6 +150,26 @@ def test_after_a_shrink(shape: str) -> None:
     check(case(dtype, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape])), after_shrink)
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("r", "widths"), [(1, (16, 40)), (13, (64, 32, 33)), (16, (16, 3, 7, 20)), (40, (16, 32))])
+def test_one_a_for_all(few: int, widths: tuple[int, ...], r: int, mix: str) -> None:
+    dtype = torch.float16 if r in (1, 16) else torch.float32
+    c = with_one_a(case(dtype, r, 3, mix, rows=4, widths=widths))
+    check(c, laid_with_one_a)
+    check(c, after_shrink_with_one_a)
+    if mix == "one":  # rank rows of A that lie one further
+        wrong = replace(c, a=c.a.roll(len(widths), 0))
+        truth, plain = by_rows(c, torch.float64)[1], by_rows(c, dtype)[1]
+        assert not any(within(whole(c, run(wrong)), truth, plain) for run in (laid_with_one_a, after_shrink_with_one_a))
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if len(SHAPES[name]["widths"]) > 1])
+def test_shapes_with_one_a(few: int, shape: str) -> None:
+    c = with_one_a(case(torch.float16, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape])))
+    check(c, laid_with_one_a)
+    check(c, after_shrink_with_one_a)
+
+
 def test_y_of_another_dtype_than_b(few: int) -> None:
     """Under autocast [y | h] is coarser than B."""
     check(case(tokens=1, rows=4, widths=(16, 9)).to(y=torch.float16), laid)
@@ -136,7 +183,7 @@ def test_a_launch_that_is_kept_serves_every_mix(few: int) -> None:
     laid = backend(TRITON).expand_laid
     assert laid is not None
     both = torch.zeros(6, y.shape[2] + len(c.a))
-    run = laid(both, 6, c.b, slots, *tables, c.extras()["slices"], y.shape[2], c.max_rank, even(c))
+    run = laid(both, 6, c.b, slots, *tables, c.extras()["slices"], y.shape[2], c.max_rank, even(c), 2)
     for mix in MIXES:
         now = case(tokens=1, rows=6, widths=(16, 9), mix=mix)
         if mix == "one":
