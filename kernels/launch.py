@@ -118,23 +118,34 @@ class Launcher:
 
 
 class Bound:
-    """A launcher with its last pointers, which stay where they are. The first ones have the same dtypes each time."""
+    """A launcher for what one matmul after the other gives: its kernel takes [y | h] twice, its outputs, and the last
+    pointers, which stay where they are. The tensors have the same dtypes each time.
 
-    def __init__(self, launcher: Launcher, *last: Tensor | None) -> None:
-        self.launcher, self.last = launcher, last
+    outputs: pointers of the kernel for them; those beyond the outputs of a call get the first one.
+    """
+
+    def __init__(self, launcher: Launcher, outputs: int, *last: Tensor | None) -> None:
+        self.launcher, self.outputs, self.last = launcher, outputs, last
         self.addresses = [None if t is None else t.data_ptr() for t in last]
         self.kind = kind_of(last, self.addresses)
         self.compiled: Any = None  # for aligned first pointers, as those of new tensors are
+        self.one_device = torch.cuda.device_count() == 1  # asked once: which one is current costs a microsecond
 
-    def __call__(self, *first: Tensor) -> None:
+    def __call__(self, both: Tensor, outs: list[Tensor]) -> None:
         """Raises as `launch` does."""
-        addresses = [t.data_ptr() for t in first]
-        odd = 0
-        for address in addresses:
-            odd |= address
-        device = first[0].get_device()
-        if odd & 15 or self.compiled is None or device != torch.cuda.current_device():
+        odd = at = both.data_ptr()
+        addresses: list[int | None] = [at, at]
+        for out in outs:
+            at = out.data_ptr()
+            odd |= at
+            addresses.append(at)
+        spare = self.outputs - len(outs)
+        if spare:
+            addresses += addresses[2:3] * spare
+        compiled, device = self.compiled, both.get_device()
+        if odd & 15 or compiled is None or not (self.one_device or device == torch.cuda.current_device()):
+            first = (both, both, *outs, *outs[:1] * spare)
             self.launcher(*first, *self.last)
             self.compiled = self.launcher.compiled.get((*[(t.dtype, True) for t in first], *self.kind))
         else:
-            self.launcher.again(self.compiled, device, addresses + self.addresses)
+            self.launcher.again(compiled, device, addresses + self.addresses)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from .backends import MOST_SLICES, KernelError
+from .backends import KernelError
 from .backends import backend as backend_named
 from .checks import check_gated, check_laid
 from .ops import NAMESPACE, TABLES
@@ -51,7 +51,7 @@ def lora_expand_laid(
     flat = both.reshape(-1, columns)
     if flat.numel():
         tables = (row_slots, order, offsets, starts, ranks, slices, n, bound, even, lanes)
-        chosen.expand_laid(flat, rows, b, *tables)(flat, flat, *outs, *outs[:1] * (MOST_SLICES - len(outs)))
+        chosen.expand_laid(flat, rows, b, *tables)(flat, outs)
     return outs
 
 
@@ -77,7 +77,7 @@ def lora_gated_laid(
     out, flat = both.new_empty(rows, tokens, n // 2), both.reshape(-1, columns)
     if flat.numel():
         tables = (row_slots, order, offsets, starts, ranks)
-        chosen.gated_laid(flat, rows, b, *tables, offset, n, bound, piece, act, lanes)(flat, flat, out)
+        chosen.gated_laid(flat, rows, b, *tables, offset, n, bound, piece, act, lanes)(flat, [out])
     return out
 
 

@@ -220,8 +220,7 @@ def expand_laid(
     ranks: Tensor, slices: Tensor | None, n: int, bound: int, even: bool, lanes: int,
 ) -> Bound:  # fmt: skip
     """What expands such both = [y | h], [R * T, n + P * lanes], as a matmul that was just launched gives it: to be
-    called with y = both, h = both and four outputs, those of the slices, again and again while the tables stay where
-    they are.
+    called with `both` and the outputs of the slices, again and again while the tables stay where they are.
 
     row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16. lanes: L, or 1
     where all slices read the same h.
@@ -231,25 +230,25 @@ def expand_laid(
         each = _expand_rows(
             count, count // rows, n, slots, pieces, lanes, columns, bound, b.dtype, even, both.device
         )  # fmt: skip
-        return Bound(each, b, row_slots, starts, ranks, slices)
+        return Bound(each, MOST_SLICES, b, row_slots, starts, ranks, slices)
     run = _expand(
         rows, count // rows, n, slots, pieces, lanes, columns - n, columns, columns, n, 0, 1, b.dtype,
         precision(b.dtype), True, False, False, even, False, True, both.device,
     )  # fmt: skip
-    return Bound(run, b, order, offsets, starts, ranks, slices, None, None)
+    return Bound(run, MOST_SLICES, b, order, offsets, starts, ranks, slices, None, None)
 
 
 def expand_parts(
     y: Tensor, h: Tensor, outs: Sequence[Tensor], b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
     ranks: Tensor, slices: Tensor | None, even: bool, lanes: int,
 ) -> None:  # fmt: skip
-    """`expand` after a `shrink` into four outputs, those of the slices: y [R, T, N], h [Z, R, T, lanes * max_rank]."""
+    """`expand` after a `shrink` into the outputs of the slices: y [R, T, N], h [Z, R, T, lanes * max_rank]."""
     (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
     run = _expand(
         rows, tokens, n, slots, pieces, lanes, width, n, width, 0, rows * tokens * width, planes, b.dtype,
         precision(b.dtype), False, False, False, even, False, True, y.device,
     )  # fmt: skip
-    run(y, h, *outs, b, order, offsets, starts, ranks, slices, None, None)
+    run(y, h, *_four(outs), b, order, offsets, starts, ranks, slices, None, None)
 
 
 def _four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:

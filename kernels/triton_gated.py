@@ -57,19 +57,19 @@ def gated_laid(
     both: Tensor, rows: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
     ranks: Tensor, offset: int, n: int, bound: int, piece: int, act: str, lanes: int,
 ) -> Bound:  # fmt: skip
-    """As `triton_backend.expand_laid`: to be called with y = both, h = both and the output [R * T, n / 2]. offset: of
-    slice 1 in b."""
+    """As `triton_backend.expand_laid`: to be called with `both` and the one output [R * T, n / 2]. offset: of slice 1
+    in b."""
     (count, columns), slots, width = both.shape, starts.shape[1], n // 2
     if few(count, slots):
         each = _rows(
             count, count // rows, width, slots, columns, bound, b.dtype, offset, piece, act, lanes, both.device
         )  # fmt: skip
-        return Bound(each, b, row_slots, starts, ranks)
+        return Bound(each, 1, b, row_slots, starts, ranks)
     run = _tiles(
         rows, count // rows, width, slots, (columns - n) // lanes, True, columns, columns, 0, 1, b.dtype,
         precision(b.dtype), offset, piece, act, lanes, both.device,
     )  # fmt: skip
-    return Bound(run, b, order, offsets, starts, ranks)
+    return Bound(run, 1, b, order, offsets, starts, ranks)
 
 
 def gated_parts(

@@ -18,7 +18,6 @@ from torch.func import functional_call
 from hf_multilora import MultiLoRAModel
 from hf_multilora.host import HostAdapter
 from hf_multilora.layers import ModuleSlots
-from hf_multilora.layers.merged import Merged
 from hf_multilora.layers.rows import VIEWS
 from hf_multilora.pool import Layout, RowTables
 from hf_multilora.staging import Staging
@@ -192,8 +191,7 @@ class Life:
 @dataclass(frozen=True)
 class Marks:
     """What a process holds. tensors: live ones, but for those of host copies, layouts (some for each number of rows),
-    tables of rows, the views that modules keep of their spans and staging of its buffer, and the turned weight of the
-    last call of linears in one buffer."""
+    tables of rows, and the views that modules keep of their spans and staging of its buffer."""
 
     rss: int
     tensors: int
@@ -205,8 +203,7 @@ class Marks:
     @classmethod
     def take(cls) -> Marks:
         gc.collect()
-        known: tuple[type, ...] = (Layout, RowTables, HostAdapter, ModuleSlots, Staging, Merged)
-        kinds: dict[type, list[Any]] = {kind: [] for kind in known}
+        kinds: dict[type, list[Any]] = {Layout: [], RowTables: [], HostAdapter: [], ModuleSlots: [], Staging: []}
         tensors = 0
         for found in gc.get_objects():
             if type(found) in kinds:
@@ -215,7 +212,6 @@ class Marks:
         tensors -= sum(1 + 2 * len(host.places) for host in kinds[HostAdapter])
         tensors -= sum(2 * len(site.views) for site in kinds[ModuleSlots])
         tensors -= sum(1 + len(staging.views) + len(staging.ways) for staging in kinds[Staging])
-        tensors -= sum(merged.step is not None for merged in kinds[Merged])
         tensors -= sum(sum(t is not None for t in layout._chunks or ()) for layout in kinds[Layout])
         tensors -= sum(len({id(t) for t in (x.shut, x.own, *x.kept.values())}) for x in kinds[Layout])
         tensors -= sum(held * len(kinds[kind]) for kind, held in TENSORS.items())

@@ -156,18 +156,21 @@ class Merged:
             own = self.taken(shared, slots, x)
             if own is not None:
                 return own
-        tracing = torch.compiler.is_compiling()
-        step = None if tracing or (x.requires_grad and torch.is_grad_enabled()) else self.step
-        if step is None or not step.fits(routing.stamp, x, None):
-            if self.lead()[1] == BASE_ONLY:
-                return None
-            step = None
+        tracing, found, step = torch.compiler.is_compiling(), None, None
+        if not tracing and not (x.requires_grad and torch.is_grad_enabled()):
+            step = self.step
+        same = step is not None and step.call == (routing.stamp, x.shape, x.dtype, None)
+        if not same and self.lead()[1] == BASE_ONLY:
+            return None
         versions = self.ready()
         if versions is None:
             return None
-        found = run(self, x, step)
+        if same:
+            found = step.again(x)  # type: ignore[union-attr]
         if found is None:
-            return None
+            found = run(self, x)
+            if found is None:
+                return None
         own = found[slots.index]
         if len(found) > 1:
             if shared is not None and not tracing:
@@ -186,14 +189,17 @@ class Merged:
 
     def product(self, x: Tensor, product: Product) -> Tensor | None:
         """act(gate) * up of these two members' outputs; None where they must be called for it."""
-        routing, step = self.members[0][1].routing, None if torch.compiler.is_compiling() else self.step
         if x.requires_grad and torch.is_grad_enabled():
             return None
-        if step is None or not step.fits(routing.stamp, x, product):
-            if self.lead()[1] == BASE_ONLY:
-                return None
-            step = None
-        found = None if self.ready() is None else run(self, x, step, product)
+        stamp, step = self.members[0][1].routing.stamp, None if torch.compiler.is_compiling() else self.step
+        same = step is not None and step.call == (stamp, x.shape, x.dtype, product)
+        if not same and self.lead()[1] == BASE_ONLY:
+            return None
+        if self.ready() is None:
+            return None
+        found = step.again(x) if same else None  # type: ignore[union-attr]
+        if found is None:
+            found = run(self, x, product)
         return None if found is None else found[0]
 
     def taken(self, shared: tuple[Any, ...], slots: ModuleSlots, x: Tensor) -> Tensor | None:

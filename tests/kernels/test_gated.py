@@ -68,7 +68,7 @@ def laid(c: Case, piece: int, act: str, lanes: int = 2) -> Tensor:
     out = torch.full((*y.shape[:2], y.shape[2] // 2), torch.nan, dtype=y.dtype, device=y.device)
     make = backend(TRITON).gated_laid
     assert make is not None
-    make(both, len(c.rows), b, slots, *c.tables(), offset, y.shape[2], c.max_rank, piece, act, lanes)(both, both, out)
+    make(both, len(c.rows), b, slots, *c.tables(), offset, y.shape[2], c.max_rank, piece, act, lanes)(both, [out])
     return out
 
 

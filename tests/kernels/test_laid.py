@@ -55,7 +55,7 @@ def laid(c: Case, name: str = TRITON, rows: list[int] | None = None, lanes: int 
     tables = slots, *c.tables(rows), c.extras()["slices"]
     run = backend(name).expand_laid
     assert run is not None
-    run(both, len(c.rows), c.b, *tables, y.shape[2], c.max_rank, even(c), lanes)(both, both, *four(outs))
+    run(both, len(c.rows), c.b, *tables, y.shape[2], c.max_rank, even(c), lanes)(both, outs)
     return outs
 
 
@@ -68,7 +68,7 @@ def after_shrink(c: Case, name: str = TRITON, lanes: int | None = None) -> list[
         h = kernels.shrink(c.x, a, order, offsets, starts[:lanes], ranks[:lanes], c.max_rank, early=True)
     assert kernels.expand_parts is not None
     kernels.expand_parts(
-        c.y, h, four(outs), c.b, order, offsets, starts, ranks, c.extras()["slices"], even(c), lanes
+        c.y, h, outs, c.b, order, offsets, starts, ranks, c.extras()["slices"], even(c), lanes
     )  # fmt: skip
     return outs
 
@@ -89,10 +89,6 @@ def outputs(c: Case) -> list[Tensor]:
     rows, tokens = c.y.shape[:2]
     sizes = [size for _, size, _ in c.slices or [(0, c.y.shape[2], 0)]]
     return [torch.full((rows, tokens, size), torch.nan, dtype=c.y.dtype, device=c.y.device) for size in sizes]
-
-
-def four(outs: list[Tensor]) -> list[Tensor]:
-    return [*outs, *outs[:1] * (4 - len(outs))]
 
 
 def whole(c: Case, outs: list[Tensor]) -> Tensor:
@@ -197,7 +193,7 @@ def test_a_launch_that_is_kept_serves_every_mix(few: int) -> None:
             y, h = own_columns(given)
             h.masked_fill_(closed(given)[None, :, None], torch.nan)
             both, outs = torch.cat((y, h[0]), 2).flatten(0, 1), outputs(given)
-            run(both, both, *four(outs))
+            run(both, outs)
             return outs
 
         check(now, again)

@@ -98,10 +98,10 @@ def test_dtypes_are_part_of_what_is_kept(compiled: list[Compiled]) -> None:
         run(*pointers)
     assert [len(one.runs) for one in compiled] == [1, 1, 0]
     for last in (y, y.long()):
-        bound = launch.Bound(run, last)
-        bound(x)
-        bound(y)
-    assert [len(one.runs) for one in compiled] == [3, 3, 0]
+        bound = launch.Bound(run, 1, last)
+        bound(x, [y])
+        bound(y, [x])
+    assert [len(one.runs) for one in compiled] == [1, 1, 0, 1, 1]
 
 
 def test_another_device_is_launched_in_full(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,21 +112,27 @@ def test_another_device_is_launched_in_full(compiled: list[Compiled], monkeypatc
     assert len(compiled) == 2 and not compiled[0].runs
 
 
-def test_bound_pointers(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
-    (x, y, b), (odd,) = tensors(3), tensors(1, odd=1)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_bound_pointers(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    (x, y, z, b), (odd,) = tensors(4), tensors(1, odd=1)
     for last in (b, odd):
         compiled.clear()
-        bound = launch.Bound(launcher(), last, None)
-        bound(x, y)
-        bound(y, x)
-        bound(x, x)
+        bound = launch.Bound(launcher(), 3, last, None)
+        for both, outs in ((x, [y]), (y, [x]), (x, [x, z]), (y, [x, y, z])):
+            bound(both, outs)
         assert len(compiled) == 1
-        assert compiled[0].runs == [expected(y, x, last, None), expected(x, x, last, None)]
-        bound(odd, x)
-        assert len(compiled) == 2, "an address that is no multiple of 16 is a kernel of its own"
-        bound(x, y)
-        assert len(compiled) == 2 and len(compiled[0].runs) == 3 and not compiled[1].runs
+        assert compiled[0].runs == [
+            expected(y, y, x, x, x, last, None),
+            expected(x, x, x, z, x, last, None),
+            expected(y, y, x, y, z, last, None),
+        ]
+        bound(odd, [x])
+        bound(x, [y, odd])
+        assert len(compiled) == 3, "an address that is no multiple of 16 is a kernel of its own"
+        bound(x, [y])
+        assert len(compiled) == 3 and len(compiled[0].runs) == 4 and not compiled[1].runs
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        bound(x, y)
-        assert len(compiled) == 3
+        bound(x, [y])
+        assert len(compiled) == (3 if devices == 1 else 4), "the other of two devices is current"
         monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)

@@ -33,7 +33,7 @@ def test_rows_are_right_and_a_lies_once(shared: Trio, way: str, tokens: int, nam
     assert bool(runs) == (way != "dense" or len(set(names)) > 1)
     step = shared.merged("q").step
     if step is not None:
-        assert step.weight.shape[1] == sum((24, 9, 5)) + 16
+        assert step.weight.shape[0] == sum((24, 9, 5)) + 16
     other = Trio(shared.family, way, max_loras=3)
     other.call(x_of(tokens=tokens), names=["own", None, "t", "s"])
     assert not is_one(other), "control: an adapter with an A for each"

@@ -22,6 +22,7 @@ from hf_multilora.kernels import triton_backend
 from hf_multilora.layers import merged as merged_file
 from hf_multilora.layers import slots as slots_file
 from hf_multilora.layers.merged import Merged
+from hf_multilora.layers.together import Step
 from tests.kernels.suite import INTERPRETED
 from tests.tiny import VOCAB, Family, Names, error
 
@@ -196,7 +197,8 @@ class Trio:
     @contextmanager
     def counted(self) -> Iterator[list[Merged]]:
         """Who computed several linears together, each time."""
-        runs, run = list[Merged](), merged_file.run
+        runs, run, again = list[Merged](), merged_file.run, Step.again
+        sites = self.model._multilora.sites
 
         def count(merged: Merged, *args: Any) -> Any:
             found = run(merged, *args)
@@ -204,7 +206,13 @@ class Trio:
                 runs.append(merged)
             return found
 
-        with mock.patch.object(merged_file, "run", count):
+        def count_again(step: Step, x: Tensor) -> Any:
+            found = again(step, x)
+            if found is not None:
+                runs.append(next(site.merged for _, site in sites.values() if site.merged and site.merged.step is step))
+            return found
+
+        with mock.patch.object(merged_file, "run", count), mock.patch.object(Step, "again", count_again):
             yield runs
 
 
