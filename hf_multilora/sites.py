@@ -174,7 +174,7 @@ class Sites:
             gated.unfollow(parent)
             gate = gate_of(parent) if key in lora else None
             if gate is not None and {gate.gate, gate.up} <= lora[key]:
-                gated.follow(parent, gate)
+                gated.follow(parent, gate, self.routing)
 
     def require_in_place(self, names: Collection[str]) -> None:
         """Raises RuntimeError where one of these adapted modules was replaced."""

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..gates import Gate, activation_of
+from ..routing import Routing
 from .base import state_of
 from .plain import plain_call
 from .slots import ModuleSlots
 from .together import Product
 
-ATTRIBUTE = "_gated"  # of the MLP: the names of its children
+ATTRIBUTE = "_gated"  # of the MLP: the names of its children, and the routing
+NEITHER = None, None
 
 
 class GatedLayer:
@@ -45,9 +47,11 @@ def _mix(own: Any, read: Any, code: Any) -> type:
 
     @functools.wraps(read)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gate = self.__dict__.get(ATTRIBUTE)
+        gate, routing = self.__dict__.get(ATTRIBUTE, NEITHER)
+        if gate is None or (not torch.compiler.is_compiling() and routing.idle):
+            return own.forward(self, *args, **kwargs)
         known = own.forward is read and read.__code__ is code
-        if gate is not None and known and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        if known and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             found = product(self, gate, args[0])
             if found is not None:
                 return self._modules[gate.down](found)
@@ -66,8 +70,6 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
     if gate is None or up is None or not (_lora_alone(gate) and _lora_alone(up)):
         return None
     slots: ModuleSlots = gate.__dict__["_lora"]
-    if not torch.compiler.is_compiling() and slots.routing.idle:
-        return None
     merged, index = slots.merged, slots.index
     if merged is None or len(merged.members) != 2:
         return None
@@ -83,10 +85,10 @@ def _lora_alone(module: nn.Module) -> bool:
     return "_lora" in own and "_saved" not in own and "_tokens" not in own
 
 
-def follow(module: nn.Module, gate: Gate) -> None:
+def follow(module: nn.Module, gate: Gate, routing: Routing) -> None:
     """Compute the MLP as one from now on. gate: as `gate_of` gives it."""
     own: Any = type(module)
-    module.__dict__[ATTRIBUTE] = gate
+    module.__dict__[ATTRIBUTE] = gate, routing
     module.__class__ = _mixed(own)
 
 
