@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .lora_expand import over_ranks
+from .lora_rows import find_group
 from .tiles import find_tile, tokens_of
 
 
@@ -32,19 +33,42 @@ def product_of(gate, up, kind: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches
 def lora_gated_rows_kernel(
-    y, h, out, b, row_slots, starts, ranks,
+    y, h, out, b, row_slots, order, offsets, starts, ranks,
     tokens, width, slots, stride, shift, offset,
+    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of columns, sorted token) writes out[tokens, columns]. For few tokens.
+
+    width: of each slice; that of the gate is the GATE-th of y and b, the one of slice 1 begins at `offset` of b. y, h,
+    stride, shift, LANES, GROUP, PDL: as in lora_rows.py.
+    """
+    token, slot, first, end = find_group(tl.program_id(1), order, offsets, row_slots, tokens, GROUP)
+    if first == end:
+        return
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if end - first > 1:
+        if GROUP > 1:
+            several, live = tokens_of(order, first, end, tokens, GROUP)
+            gated_columns(
+                y, h, out, b, starts, ranks, slot, several, live, columns,
+                width, slots, 0, stride, stride, shift, 0, offset,
+                GATE, ACT, LANES, 1, True, GROUP, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
+            )  # fmt: skip
+    else:
+        gated_columns_of_one(
+            y, h, out, b, starts, ranks, slot, token, columns, width, slots, stride, shift, offset,
+            GATE, ACT, LANES, BLOCK_R, BLOCK_N, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def gated_columns_of_one(
+    y, h, out, b, starts, ranks, slot, token, columns, width, slots, stride, shift, offset,
     GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of columns, token) writes out[token, columns]. For few tokens, without tensor cores.
-
-    width: of each slice; that of the gate is the GATE-th of y and b, the one of slice 1 begins at `offset` of b. y, h,
-    stride, shift, LANES, PDL: as in lora_rows.py.
-    """
-    token = tl.program_id(1).to(tl.int64)
-    slot = tl.load(row_slots + token // tokens)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One tile of columns of one token, without tensor cores."""
     inside = columns < width
     at = tl.arange(0, BLOCK_R)
     r_0 = tl.load(ranks + slot, mask=slot >= 0, other=0)
@@ -91,7 +115,22 @@ def lora_gated_kernel(
     if slot > slots:
         return
     token, live = tokens_of(order, first, end, tokens, BLOCK_M)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    gated_columns(
+        y, h, out, b, starts, ranks, slot, token, live, tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N),
+        width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
+        GATE, ACT, LANES, PLANES, OWN_COLUMNS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def gated_columns(
+    y, h, out, b, starts, ranks, slot, token, live, columns,
+    width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
+    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of columns, for the tokens of one slot."""
     inside = columns < width
     edge = live[:, None] & inside[None, :]
     r_0 = tl.load(ranks + slot, mask=slot < slots, other=0)

@@ -1,46 +1,80 @@
-"""The expand kernel for few tokens: every token by itself, without tensor cores. Letters as in ops.py."""
+"""The expand kernel for few tokens: every token by itself, or with those of its slot. Letters as in ops.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .lora_expand import find_columns, of_slice
+from .lora_expand import expand_columns, find_columns, of_slice
+from .tiles import tokens_of
+
+
+@triton.jit
+def find_group(place, order, offsets, row_slots, tokens, GROUP: tl.constexpr):
+    """(token of the batch, its slot, first and last + 1 of the sorted tokens that are computed with it) of one of the
+    sorted tokens. None: first is the end. GROUP: most of them; 1: each by itself, in the order of the batch.
+
+    A slot's tokens are computed together, GROUP at a time, by the program of the first of them, where there are more
+    than 2: of fewer, tensor cores would multiply zeros most of the time.
+    """
+    row = place // tokens
+    if GROUP > 1:
+        row = tl.load(order + row)
+    token = row.to(tl.int64) * tokens + place % tokens
+    slot = tl.load(row_slots + row)
+    first, end = place, place + 1
+    if GROUP > 1:
+        low = tl.load(offsets + slot, mask=slot >= 0, other=0) * tokens
+        high = tl.load(offsets + slot + 1, mask=slot >= 0, other=0) * tokens
+        together = high - low > 2
+        end = tl.where(together, tl.minimum(place + GROUP, high), end)
+        first = tl.where(together & ((place - low) % GROUP > 0), end, first)
+    return token, slot, first, end
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_rows_kernel(
-    y, h, out, out_1, out_2, out_3, b, row_slots, starts, ranks, slices,
+    y, h, out, out_1, out_2, out_3, b, row_slots, order, offsets, starts, ranks, slices,
     tokens, n, slots, stride, shift,
-    SLICES: tl.constexpr, LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    SLICES: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of columns, token) writes out[token, columns] = y + B^T h of the token's slot.
+    """Program (tile of columns, sorted token) writes out[tokens, columns] = y + B^T h of the tokens' slot.
 
     y and h have `stride` numbers per token, h one for every rank row from column `shift` on. out, out_1, ...: of the
-    slices, each [R, T, its columns]. Nothing is sorted, and what tokens of one slot share is read again, from L2.
-    LANES, PDL: as in the expand.
+    slices, each [R, T, its columns]. What tokens of one slot share is read again, from L2, unless GROUP are computed
+    together. LANES, STEPS, PDL: as in the expand.
     """
+    token, slot, first, end = find_group(tl.program_id(1), order, offsets, row_slots, tokens, GROUP)
+    if first == end:
+        return
     piece, left, width, offset, column = find_columns(tl.program_id(0), slices, n, SLICES, BLOCK_N, EVEN)
-    token = tl.program_id(1).to(tl.int64)
-    slot = tl.load(row_slots + token // tokens)
     if piece < SLICES:
-        entry = piece * slots + slot
-        r = tl.load(ranks + entry, mask=slot >= 0, other=0)
-        start = tl.load(starts + entry, mask=slot >= 0, other=0).to(tl.int64)
-        columns = column + tl.arange(0, BLOCK_N)
-        inside = columns < width
-        at = tl.arange(0, BLOCK_R)
-        b_tile = b + offset + start * width + columns[None, :]
-        some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        total = tl.load(y + token * stride + left + columns, mask=inside, other=0.0).to(tl.float32)
-        h_tile = h + token * stride + shift + start * LANES + (piece if LANES > 1 else 0)
-        for _ in range(0, r, BLOCK_R):
-            some_h = tl.load(h_tile + at * LANES, mask=at < r, other=0.0)
-            total += tl.sum(some_h.to(tl.float32)[:, None] * some_b.to(tl.float32), 0)
-            at += BLOCK_R
+        some_out = of_slice(piece, out, out_1, out_2, out_3, SLICES)
+        if end - first > 1:
+            if GROUP > 1:
+                several, live = tokens_of(order, first, end, tokens, GROUP)
+                expand_columns(
+                    y, h, b, some_out, starts, ranks, None, None, slot, several, live, piece, left, width, offset,
+                    column, n, slots, 0, stride, stride, shift, 0,
+                    LANES, 1, True, False, False, GROUP, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
+                )  # fmt: skip
+        else:
+            entry = piece * slots + slot
+            r = tl.load(ranks + entry, mask=slot >= 0, other=0)
+            start = tl.load(starts + entry, mask=slot >= 0, other=0).to(tl.int64)
+            columns = column + tl.arange(0, BLOCK_N)
+            inside = columns < width
+            at = tl.arange(0, BLOCK_R)
+            b_tile = b + offset + start * width + columns[None, :]
             some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
-        place = of_slice(piece, out, out_1, out_2, out_3, SLICES) + token * width
-        tl.store(place + columns, total.to(out.dtype.element_ty), mask=inside)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            total = tl.load(y + token * stride + left + columns, mask=inside, other=0.0).to(tl.float32)
+            h_tile = h + token * stride + shift + start * LANES + (piece if LANES > 1 else 0)
+            for _ in range(0, r, BLOCK_R):
+                some_h = tl.load(h_tile + at * LANES, mask=at < r, other=0.0)
+                total += tl.sum(some_h.to(tl.float32)[:, None] * some_b.to(tl.float32), 0)
+                at += BLOCK_R
+                some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
+            tl.store(some_out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -21,7 +21,7 @@ from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
 MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
-# An expand of as few tokens gives each a program per so many bytes of a row of B; beyond, those of one slot share B.
+# An expand of as few tokens has programs for each per so many bytes of a row of B; beyond, it has them for tiles.
 # LOW_BYTES: where no rank is above 16, 5 to 15% faster than FEW_BYTES on an H200 (64 tokens, an 8B shape)
 FEW, FEW_PER_SLOT, FEW_BYTES, LOW_BYTES = 256, 2, 256, 512
 NARROW = 64  # tokens per group up to which the smallest tile is used
@@ -79,6 +79,12 @@ def split_of(k: int, programs: int, device: torch.device) -> int:
 def few(tokens: int, slots: int) -> bool:
     """Whether each token of a call is expanded by itself."""
     return tokens <= min(FEW, FEW_PER_SLOT * slots)
+
+
+def group_of(bound: int) -> int:
+    """How many of few tokens with one slot are expanded together. By themselves they were as fast up to rank 16 (64
+    tokens of one adapter, an 8B shape on an H200), and took twice as long at rank 128."""
+    return 16 if bound > 16 else 1
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -202,14 +208,14 @@ def expand(
 @functools.lru_cache(maxsize=4096)
 def _expand_rows(
     count: int, tokens: int, n: int, slots: int, pieces: int, lanes: int, stride: int, bound: int, dtype: torch.dtype,
-    even: bool, device: torch.device,
+    exact: str, even: bool, device: torch.device,
 ) -> Launcher:  # fmt: skip
     """count: R * T. bound: of the ranks."""
     block_r = min(triton.next_power_of_2(bound), 32)
     block_n = (LOW_BYTES if block_r <= 16 else FEW_BYTES) // dtype.itemsize
     constants = {
-        "SLICES": pieces, "LANES": lanes, "BLOCK_R": block_r, "BLOCK_N": block_n, "EVEN": even,
-        "PDL": dependent_launch(device),
+        "SLICES": pieces, "LANES": lanes, "GROUP": group_of(bound), "BLOCK_R": block_r, "BLOCK_N": block_n,
+        "STEPS": steps(dtype), "PRECISION": exact, "EVEN": even, "PDL": dependent_launch(device),
     }  # fmt: skip
     grid = (triton.cdiv(n, constants["BLOCK_N"]) + pieces - 1, count, 1)
     return Launcher(lora_expand_rows_kernel, grid, (tokens, n, slots, stride, n), constants, 1, 1)
@@ -228,9 +234,10 @@ def expand_laid(
     (count, columns), (pieces, slots) = both.shape, starts.shape
     if few(count, slots):
         each = _expand_rows(
-            count, count // rows, n, slots, pieces, lanes, columns, bound, b.dtype, even, both.device
+            count, count // rows, n, slots, pieces, lanes, columns, bound, b.dtype, precision(b.dtype), even,
+            both.device,
         )  # fmt: skip
-        return Bound(each, MOST_SLICES, b, row_slots, starts, ranks, slices)
+        return Bound(each, MOST_SLICES, b, row_slots, order, offsets, starts, ranks, slices)
     run = _expand(
         rows, count // rows, n, slots, pieces, lanes, columns - n, columns, columns, n, 0, 1, b.dtype,
         precision(b.dtype), True, False, False, even, False, True, both.device,

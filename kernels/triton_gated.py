@@ -14,19 +14,20 @@ from torch import Tensor
 
 from .launch import Bound, Launcher, dependent_launch
 from .lora_gated import lora_gated_kernel, lora_gated_rows_kernel
-from .triton_backend import FEW_BYTES, LONG, few, precision, steps, tile_bound, tiles
+from .triton_backend import FEW_BYTES, LONG, few, group_of, precision, steps, tile_bound, tiles
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @functools.lru_cache(maxsize=4096)
 def _rows(
-    count: int, tokens: int, width: int, slots: int, stride: int, bound: int, dtype: torch.dtype, offset: int,
-    piece: int, act: str, lanes: int, device: torch.device,
+    count: int, tokens: int, width: int, slots: int, stride: int, bound: int, dtype: torch.dtype, exact: str,
+    offset: int, piece: int, act: str, lanes: int, device: torch.device,
 ) -> Launcher:  # fmt: skip
     constants = {
-        "GATE": piece, "ACT": act, "LANES": lanes, "BLOCK_R": min(triton.next_power_of_2(bound), 32),
-        "BLOCK_N": FEW_BYTES // dtype.itemsize, "PDL": dependent_launch(device),
+        "GATE": piece, "ACT": act, "LANES": lanes, "GROUP": group_of(bound),
+        "BLOCK_R": min(triton.next_power_of_2(bound), 32), "BLOCK_N": FEW_BYTES // dtype.itemsize,
+        "STEPS": steps(dtype), "PRECISION": exact, "PDL": dependent_launch(device),
     }  # fmt: skip
     grid = (triton.cdiv(width, constants["BLOCK_N"]), count, 1)
     return Launcher(lora_gated_rows_kernel, grid, (tokens, width, slots, stride, 2 * width, offset), constants, 1, 1)
@@ -62,9 +63,10 @@ def gated_laid(
     (count, columns), slots, width = both.shape, starts.shape[1], n // 2
     if few(count, slots):
         each = _rows(
-            count, count // rows, width, slots, columns, bound, b.dtype, offset, piece, act, lanes, both.device
+            count, count // rows, width, slots, columns, bound, b.dtype, precision(b.dtype), offset, piece, act, lanes,
+            both.device,
         )  # fmt: skip
-        return Bound(each, 1, b, row_slots, starts, ranks)
+        return Bound(each, 1, b, row_slots, order, offsets, starts, ranks)
     run = _tiles(
         rows, count // rows, width, slots, (columns - n) // lanes, True, columns, columns, 0, 1, b.dtype,
         precision(b.dtype), offset, piece, act, lanes, both.device,

@@ -72,8 +72,11 @@ def compiled_rows(target: int, dtype: str) -> dict[str, Any]:
     data = (
         TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}") | {"row_slots": "*i32"}
     )
-    for bound, pieces, lanes, even in ((16, 3, 3, True), (16, 3, 1, True), (64, 1, 1, True), (8, 2, 2, False)):
-        made = _expand_rows(8, 1, 6144, 8, pieces, lanes, 6528, bound, kind, even, torch.device("cpu"))
+    exact = {"bf16": "tf32x3", "fp32": "ieee"}[dtype]
+    for bound, pieces, lanes, even in (
+        (16, 3, 3, True), (16, 3, 1, True), (64, 1, 1, True), (64, 3, 3, True), (8, 2, 2, False)
+    ):  # fmt: skip
+        made = _expand_rows(8, 1, 6144, 8, pieces, lanes, 6528, bound, kind, exact, even, torch.device("cpu"))
         constants = made.constants | {"PDL": target >= 90}
         pointers = data | ({"slices": "*i64"} if pieces > 1 else {})
         if pieces == 1:
@@ -93,7 +96,7 @@ def compiled_gated(target: int, dtype: str) -> dict[str, Any]:
         ("silu", 0, 8, True, 2), ("silu", 0, 8, True, 1), ("gelu_tanh", 1, 64, False, 2), ("silu", 0, 1 << 13, False, 1)
     ):  # fmt: skip
         columns = 16 if own else 64
-        rows = gated._rows(8, 1, 14336, 8, 28928, columns, kind, 1 << 20, piece, act, lanes, device)
+        rows = gated._rows(8, 1, 14336, 8, 28928, columns, kind, exact, 1 << 20, piece, act, lanes, device)
         place = (columns, own, 28928, 2 * columns, 0, 1 if own else 4)
         tiled = gated._tiles(8, tokens, 14336, 8, *place, kind, exact, 1 << 20, piece, act, lanes, device)
         for kernel, made in ((lora_gated_rows_kernel, rows), (lora_gated_kernel, tiled)):

@@ -161,6 +161,14 @@ def case(
     )
 
 
+def crowded(slots: int = 3) -> list[int]:
+    """Slots of 45 rows in no order: 34, 5, 3, 2 and 1 of them have one; beyond `slots` they are the base's."""
+    counts = (34, 5, 3, 2, 1)
+    rows = [slot if slot < slots else BASE for slot, count in enumerate(counts) for _ in range(count)]
+    random.Random(3).shuffle(rows)
+    return rows
+
+
 def with_one_a(c: Case) -> Case:
     """The same for slices that have one A: all have the rank rows that the first one has."""
     assert c.slices is not None

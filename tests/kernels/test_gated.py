@@ -5,6 +5,7 @@ Triton in its interpreter: float16 and float32. tests/gpu/test_gated.py has bflo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.kernels.suite import (
     by_rows,
     case,
     closed,
+    crowded,
     nan_filled,
     own_columns,
     with_one_a,
@@ -133,6 +135,19 @@ def test_equals_a_loop_over_rows(few: None, tokens: int, r: int, dtype: torch.dt
     c = pair(dtype, tokens=tokens, r=r, mix=mix)
     piece, act = (r // 8) % 2, list(ACTS)[tokens % 2]
     check(c, laid(c, piece, act), piece, act)
+
+
+@pytest.mark.parametrize("r", [16, 40])
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 5), (1, 3), (3, 4)])
+def test_many_tokens_of_one_slot(monkeypatch: pytest.MonkeyPatch, tokens: int, slots: int, r: int) -> None:
+    from hf_multilora.kernels import triton_backend
+
+    monkeypatch.setattr(triton_backend, "FEW_PER_SLOT", 64)
+    c = replace(pair(torch.float32, 40, r=r, tokens=tokens, rows=45, slots=slots), rows=crowded(slots))
+    for piece, act in enumerate(ACTS):
+        check(c, laid(c, piece, act), piece, act)
+    c = with_one_a(c)
+    check(c, laid(c, 0, "silu", lanes=1), 0, "silu")
 
 
 @pytest.mark.parametrize("act", ACTS)

@@ -22,6 +22,7 @@ from tests.kernels.suite import (
     by_rows,
     case,
     closed,
+    crowded,
     nan_filled,
     own_columns,
     with_one_a,
@@ -132,6 +133,19 @@ def test_equals_a_loop_over_rows(monkeypatch: pytest.MonkeyPatch, tokens: int, f
     monkeypatch.setattr(triton_backend(), "FEW", few)
     dtype = torch.float16 if r in (1, 16) else torch.float32
     check(case(dtype, r, tokens, mix, rows=4, widths=(16, 40, 7)[: 1 + RANKS.index(r) % 3]), laid)
+
+
+@pytest.mark.parametrize("r", [16, 40])
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 5), (1, 3), (3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_many_tokens_of_one_slot(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, slots: int, r: int
+) -> None:
+    """Above rank 16 they are computed together, as many as fit; fewer, and those of the base, by themselves."""
+    monkeypatch.setattr(triton_backend(), "FEW_PER_SLOT", 64)
+    c = case(dtype, r, tokens, rows=45, slots=slots, widths=(16, 40, 7))
+    check(replace(c, rows=crowded(slots)), laid)
+    check(replace(with_one_a(c), rows=crowded(slots)), laid_with_one_a)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
