@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
 from tests.kernels.suite import MIXES as KINDS
 from tests.kernels.suite import case
-from tests.kernels.test_laid import after_shrink, check, even, four, laid, outputs, own_columns, whole
+from tests.kernels.test_laid import after_shrink, check, even, laid, outputs, own_columns, whole
 from tests.layers.trio import LINEARS, NAMES, Trio, bare, setting, x_of
 from tests.tiny import Family, Names, ids
 
@@ -96,7 +96,7 @@ def test_launches_that_are_kept(tokens: int) -> None:
                 some = torch.cat((both.new_zeros(1), both.flatten()))[1:].view(both.shape)
                 outs = [torch.empty(out.numel() + 1, dtype=dtype, device="cuda")[1:].view(out.shape) for out in outs]
             assert bool(some.data_ptr() % 16) == odd
-            run(some, some, *four(outs))
+            run(some, outs)
             for got, own in zip(outs, want, strict=True):
                 torch.testing.assert_close(got, own, rtol=2e-2, atol=1e-2)
         stream, outs = torch.cuda.Stream(), outputs(c)
@@ -104,7 +104,7 @@ def test_launches_that_are_kept(tokens: int) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(10_000_000)
             late = both.clone()
-            run(late, late, *four(outs))
+            run(late, outs)
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.equal(whole(c, outs), whole(c, want)), "it must run after what is before it on its own stream"
 
