@@ -45,7 +45,7 @@ def forward(
         if typo in kwargs and typo not in runtime.parameters:
             raise TypeError(f"{typo!r} must be spelled {name!r}: a list with one entry per row")
     with runtime.lock:
-        runtime.follow_loads()
+        runtime.refresh()  # where an error came before its end as well
         if forward_ad._current_level >= 0 and (names is not None or ids is not None or runtime.routing.active):
             runtime.refuse_tangents()
         rows = runtime.resolve(names, ids)

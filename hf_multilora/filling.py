@@ -37,12 +37,12 @@ def at_home(module: nn.Module, slots: SlotRows) -> bool:
 class Seat(NamedTuple):
     """A slot and its last tenant: while nothing of this changed, an adapter of that shape finds its rows there.
 
-    moves, families: of the routing and Sites: others' rows may come and go, these stay where they are while no memory
-    moves. places, parts: of the tenant. modules: its own, with the device and dtype of their tensors. homes: device of
-    rank rows -> names of modules.
+    place, families: of the routing and Sites: others' rows may come and go, these stay where they are while no memory
+    moves and no gap between rows is closed. places, parts: of the tenant. modules: its own, with the device and dtype
+    of their tensors. homes: device of rank rows -> names of modules.
     """
 
-    moves: int
+    place: tuple[int, int]
     families: object
     places: Mapping[str, tuple[Place, Place]]
     parts: Mapping[str, tuple[int, ...]]
@@ -138,7 +138,7 @@ class Filling(Sites):
             for staging in self.staging.values():
                 staging.begin(host, whole=len(self.staging) == 1)  # runs beside all that follows
             seat = self.seats.get(slot)
-            same = seat is not None and seat.moves == self.routing.moves and seat.families is self.families()
+            same = seat is not None and seat.place == self.routing.place and seat.families is self.families()
             if seat is not None and same and seat.suits(host):
                 for device, names in seat.homes.items():
                     self._move(host, device, names, slot, again=True)
@@ -186,7 +186,7 @@ class Filling(Sites):
         found = [(module, own_tensor(module)) for module, _ in map(self.sites.__getitem__, host.places)]
         modules = [(module, tensor.device, tensor.dtype) for module, tensor in found if tensor is not None]
         if len(modules) == len(found):
-            self.seats[slot] = Seat(self.routing.moves, self.families(), host.places, host.parts, modules, homes)
+            self.seats[slot] = Seat(self.routing.place, self.families(), host.places, host.parts, modules, homes)
 
     def _leave(self, slot: int) -> None:
         """Forget where the slot's tenant has its rows."""

@@ -257,11 +257,13 @@ class Layout:
     def alone(self, slot: int) -> RowTables:
         """Tables for one row that has this slot, made once."""
         if slot not in self.single:
-            host = RowTables(1, self.starts.shape[1], torch.device("cpu"))
-            host.row_slots[0] = slot
-            host.offsets[slot + 1 :] = 1
-            self.single[slot] = RowTables(1, self.starts.shape[1], self.device)
-            self.single[slot].data.copy_(host.data)
+            with torch.inference_mode(False), torch.no_grad():  # calls with gradients keep them
+                host = RowTables(1, self.starts.shape[1], torch.device("cpu"))
+                host.row_slots[0] = slot
+                host.offsets[slot + 1 :] = 1
+                made = RowTables(1, self.starts.shape[1], self.device)
+                made.data.copy_(host.data)
+            self.single[slot] = made
         return self.single[slot]
 
 

@@ -52,6 +52,7 @@ class Routing:
     capturing bool      a CUDA graph is being captured: what is done must hold for every mix
     idle    bool        neither active nor capturing: untraced code computes the base alone
     moves   int         how often a module's factors or layout got another address or width, which graphs hold
+    shifts  int         how often rank rows went elsewhere in their memory, as gaps between them were closed
     captured_at         `moves` when a graph was captured
     stamp               another number whenever anything above, or a layout, is another
     shared              what one of several linears computed for the others: see layers/merged.py
@@ -68,7 +69,7 @@ class Routing:
         self.tokens: int | None = None
         self.ragged = False
         self.capturing = False
-        self.moves = 0
+        self.moves = self.shifts = 0
         self.captured_at: int | None = None
         self.shared: tuple[Any, ...] | None = None
         self.stamp = 0
@@ -78,6 +79,11 @@ class Routing:
         self.wrote: dict[torch.device, tuple[Any, Any]] = {}  # stream and event (torch.cuda) of the last tables
         self._loose = False  # it went to tables that are not kept, so no graph may read them
         self._settle()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Another one whenever rank rows that were there before may lie elsewhere."""
+        return self.moves, self.shifts
 
     def _settle(self) -> None:
         """State between requests: the standing adapter for everything, or the base."""
@@ -92,8 +98,15 @@ class Routing:
         """What calls that name no adapter get: a slot, or BASE."""
         self.standing, self.shared, self._entered = slot, None, None
         self.stamp += 1
+        self._ready()
         if not self.stack:
             self._settle()
+
+    def _ready(self) -> None:
+        """Make the tables of the standing slot: traced code, which asks for them, must not make any."""
+        for layout in self.layouts:
+            if self.standing in layout.spans:
+                layout.alone(self.standing)
 
     def push(self, request: Request) -> None:
         self.require_own()
@@ -155,6 +168,7 @@ class Routing:
         self.layouts, self.shared, self._entered = layouts, None, None
         self.stamp += 1
         self.on_cuda = any(layout.device.type == "cuda" for layout in layouts)
+        self._ready()
         self._note()
         written, self._written = self._written, None  # what was written went to the old layouts
         if self.stack and written is not None:

@@ -181,6 +181,8 @@ class AdapterStore(HostTier):
                 self.evictions += 1
             self.device.fill(slot, host)
         except BaseException as error:
+            if victim is not None:  # also where an interrupt came before it had gone
+                self.slots.pop(victim.id, None)
             self.device.empty(slot)
             if isinstance(error, CapacityError):
                 raise CapacityError(

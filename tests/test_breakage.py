@@ -211,3 +211,19 @@ def test_a_linear_with_a_call_of_its_own_keeps_it(family: Family) -> None:
     model = MultiLoRAModel.from_pretrained(base, {name: str(path) for name, path in family.paths.items()})
     torch.testing.assert_close(logits(model, inputs, names)[1:2], want)
     assert error(family.base(input_ids=inputs[1:2]).logits, want) > 1e-3
+
+
+@TRITON_HERE
+def test_one_adapter_for_all_rows_in_traced_and_inference_mode(family: Family) -> None:
+    """deterministic=True has tables for it: made before a trace asks for them, and fit for gradients."""
+    model, inputs = family.model("a", backend="triton", deterministic=True), same_ids(2)
+    with torch.inference_mode():
+        model(input_ids=inputs, adapter_names=["a", "a"])
+    model(input_ids=inputs, adapter_names=["a", "a"]).logits.sum().backward()
+    model = family.model("a", backend="triton", deterministic=True)
+    model.set_adapter("a")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(model, fullgraph=True, backend="eager")(input_ids=inputs).logits
+    torch._dynamo.reset()
+    assert error(got, family.truth(inputs, ["a", "a"])) < 1e-5 < error(got, family.truth(inputs, [None, None]))

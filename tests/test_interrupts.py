@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_multilora import AdapterError, MultiLoRAModel, RoutingError
-from hf_multilora.layers import ModuleSlots
-from hf_multilora.pool import RankRows
+from hf_multilora.layers import ModuleSlots, augmented
+from hf_multilora.pool import Layout, RankRows
 from hf_multilora.routing import Routing
 from tests.test_residency import ADAPTERS, assert_clean, sites
 from tests.tiny import Family, error, ids, llama, logits, same_ids, save_adapter
@@ -155,3 +155,72 @@ def test_one_module_under_two_names_has_one_pair_of_factors(family: Family, tmp_
         return
     with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.up_proj and .*layers\.0\.mlp\.up_proj are one module"):
         MultiLoRAModel.from_pretrained(base, [str(path)])
+
+
+def test_an_error_while_layouts_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call inside a block moves the block's rows and fails before their places are told: the block finds them."""
+    torch.manual_seed(0)
+    ranks = {"s": 3, "t": 5, "u": 12, "big": 17}
+    own = Family(llama(num_hidden_layers=1), tmp_path, {name: {"r": r} for name, r in ranks.items()})
+    model, inputs = own.model(max_loras=2), same_ids(2)
+    for names in (["u", "s"], ["u", "t"]):
+        logits(model, inputs, names)
+    slot = model._multilora.store.slots[model._multilora.store.catalogue.entry("t").id]
+    before = {name: slots.rows.spans[slot] for name, slots in sites(model).items()}
+    with torch.no_grad(), model.adapters(["t", "t"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(Layout, "take", failing(torch.OutOfMemoryError("out")))
+            with pytest.raises(torch.OutOfMemoryError):
+                model(input_ids=inputs, adapter_names=["big", "t"])
+        assert all(slots.rows.spans[slot] != before[name] for name, slots in sites(model).items()), "nothing was moved"
+        assert error(model(input_ids=inputs).logits, own.truth(inputs, ["t", "t"])) < 1e-5
+
+
+def test_an_interrupt_while_weights_are_laid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After A and B moved to the buffer and before their views did: the next load goes to where they are."""
+    torch.manual_seed(0)
+    targets = ["q_proj", "k_proj", "v_proj"]
+    own = Family(llama(num_hidden_layers=1), tmp_path, {name: {"r": 3, "targets": targets} for name in "st"})
+    model, inputs, laying = own.model(max_loras=1), same_ids(2), list[bool]()
+    lay, look = augmented.lay, ModuleSlots.look
+
+    def marked(members: Any) -> None:
+        laying.append(True)
+        lay(members)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(augmented, "lay", marked)
+        patch.setattr(ModuleSlots, "look", lambda slots: failing(KeyboardInterrupt())() if laying else look(slots))
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, inputs, ["s", None])
+    assert laying
+    for name in ("t", "s", "t"):
+        assert error(logits(model, inputs, [name, None]), own.truth(inputs, [name, None])) < 1e-5
+
+
+def test_an_interrupt_before_a_victim_goes(family: Family) -> None:
+    """Its slot is emptied, so it must not pass for one that has a slot."""
+    names = list(family.paths)[:2]
+    model, inputs = family.model(*names, max_loras=1), same_ids(2)
+    logits(model, inputs, [names[0], None])
+    store = model._multilora.store
+
+    class Slots(type(store.slots)):  # type: ignore[misc]
+        __delitem__ = failing(KeyboardInterrupt())
+
+    kept, store.slots = store.slots, Slots(store.slots)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, inputs, [names[1], None])
+    assert not store.slots and kept
+    store.slots = type(kept)(store.slots)
+    for name in (names[0], names[1]):
+        assert error(logits(model, inputs, [name, None]), family.truth(inputs, [name, None])) < 1e-5
+
+
+def failing(error: BaseException) -> Any:
+    """A function that raises it."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    return fail

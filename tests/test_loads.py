@@ -338,3 +338,23 @@ def test_a_reload_in_place_of_the_same_ranks(family: Family) -> None:
     inputs = same_ids(3)
     assert_rows(logits(model, inputs, ["x", None, "other"]), family.truth(inputs, ["y", None, "other"]))
     assert_holds(model, "x")
+
+
+def test_rows_that_moved_within_their_memory_are_looked_for(tmp_path: Path, searched: list[str]) -> None:
+    """Another slot's load closes the gaps between rows: no memory moves, but the kept way leads to others' rows."""
+    torch.manual_seed(0)
+    ranks = {"x": 14, "k": 3, "k2": 3, "w": 16}
+    own = Family(llama(num_hidden_layers=1), tmp_path, {name: {"r": r} for name, r in ranks.items()})
+    model = own.model(max_loras=2, max_lora_rank=16)
+    for names in (["x", "k"], ["x", "k2"], ["x", "k"], ["x", "k2"]):
+        check(own, model, names)
+    slot, routing = slot_of(model, "k2"), model._multilora.routing
+    before, moves = spans(model, slot), routing.moves
+    check(own, model, ["w", "k2"])
+    assert all(spans(model, slot)[name] != span for name, span in before.items()), "control: nothing was moved"
+    assert routing.moves == moves, "control: memory moved"
+    for name in ("k", "k2"):
+        searched.clear()
+        check(own, model, ["w", name])
+        assert bool(searched) == (name == "k"), "looked for once"
+        assert_holds(model, name), assert_holds(model, "w")

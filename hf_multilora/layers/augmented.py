@@ -67,7 +67,7 @@ def lay(members: Sequence[Member]) -> None:
             own_b = b[merged.places[i] : merged.places[i + 1]].view(capacity, slots.out_features)
             buffer[span], own_a[:], own_b[:] = own, slots.a, slots.b
             old, place = slots.merged, slots.index
-            slots.looked = False  # an interrupt before its end must not leave views of two states
+            slots.disturb()
             merged.before[i] = None if old is None else (old, place)
             slots.a, slots.b, slots.laid, slots.merged, slots.index = own_a, own_b, True, merged, i
             own.data = buffer[span]
@@ -83,7 +83,7 @@ def lay(members: Sequence[Member]) -> None:
 def unlay(module: nn.Module, slots: ModuleSlots) -> None:
     """Give weight, bias and rank rows storage of their own again."""
     merged = slots.merged
-    slots.looked = False
+    slots.disturb()
     with torch.inference_mode(False), torch.no_grad():
         at = None if merged is None else (merged, slots.index)
         while at is not None:  # an interrupt may have left it in the buffer of before

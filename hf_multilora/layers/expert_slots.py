@@ -54,7 +54,7 @@ class ExpertSlots(SlotRows):
 
     def free(self) -> None:
         """Give up the memory of a pool in which no slot has rows."""
-        self.looked = False
+        self.disturb()
         self.a, self.b, self.rows.capacity = self.a[:0].clone(), self.b[:0].clone(), 0
         self.settle(None)
 

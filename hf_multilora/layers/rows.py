@@ -123,6 +123,12 @@ class SlotRows:
         start, r = self.layout.spans[self.routing.uniform]
         return self.a[start : start + r], self.b[start : start + r]
 
+    def disturb(self) -> None:
+        """Before A or B go to other memory: an interrupt half way must leave no views of, nor ways to, the old one."""
+        self.looked = False
+        self.views.clear()
+        self.routing.moves += 1
+
     def look(self) -> None:
         """Set the views that calls and loads read, and notice where memory moved."""
         self.looked = False  # an interrupt half way must not leave views of two states
@@ -162,14 +168,14 @@ class SlotRows:
             b = torch.zeros(capacity, self.out_features, device=device, dtype=self.b_dtype(dtype))
             end = self.rows.end
             a[:end], b[:end] = self.a[:end], self.b[:end]
-        self.looked = False
+        self.disturb()
         self.a, self.b, self.rows.capacity, self.laid = a, b, capacity, False
         self.look()
         return before
 
     def restore(self, pool: Pool) -> None:
         """Undo a `reserve` and what came after it: the memory from before was only read."""
-        self.looked = False
+        self.disturb()
         self.a, self.b, self.laid, self.rows.capacity, self.rows.spans = pool
         self.look()
 
@@ -191,9 +197,9 @@ class SlotRows:
 
     @torch.no_grad()
     def _compact(self) -> None:
-        """Close the gaps between rows in use, and those of who has the same A, which are the same. What is interrupted
-        half way is undone: the rows are other adapters'."""
+        """Close the gaps between rows in use, also of who has the same A; undone where it is interrupted."""
         of_one_a, end = self.of_one_a(), self.rows.end
+        self.routing.shifts += 1
         spans = [dict(slots.rows.spans) for slots in of_one_a]
         moved = [self.a, *(slots.b for slots in of_one_a)]
         copies = [rows[:end].clone() for rows in moved]
@@ -256,6 +262,8 @@ class SlotRows:
                 self.sources.clear()  # what came from one place may differ now
             if self.fixed_dtype is not None:
                 a, b = a.to(self.fixed_dtype), b.to(self.b_dtype(self.fixed_dtype))
+            if a is not self.a or b is not self.b:
+                self.disturb()
             if a is not self.a:
                 self.a, self.laid = a.clone() if a.data_ptr() == self.a.data_ptr() else a, False
             self.b = b
