@@ -188,6 +188,9 @@ def test_an_interrupt_while_weights_are_laid(tmp_path: Path, monkeypatch: pytest
         laying.append(True)
         lay(members)
 
+    logits(model, inputs, ["s", None])
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.data = weight.data.clone()  # it left the buffer: all are laid anew
     with monkeypatch.context() as patch:
         patch.setattr(augmented, "lay", marked)
         patch.setattr(ModuleSlots, "look", lambda slots: failing(KeyboardInterrupt())() if laying else look(slots))
