@@ -188,7 +188,8 @@ def test_an_interrupt_while_weights_are_laid(tmp_path: Path, monkeypatch: pytest
         laying.append(True)
         lay(members)
 
-    logits(model, inputs, ["s", None])
+    for name in "st":
+        logits(model, inputs, [name, None])
     weight = model.model.layers[0].self_attn.k_proj.weight
     weight.data = weight.data.clone()  # it left the buffer: all are laid anew
     with monkeypatch.context() as patch:
