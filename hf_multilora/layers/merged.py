@@ -50,6 +50,7 @@ class Merged:
             (buffer[low].data_ptr(), None if bias is None or module.bias is None else bias[low].data_ptr())
             for low, (module, _) in zip(self.edges, self.members, strict=False)
         ]
+        self.watched = [(module, *at) for (module, _), at in zip(self.members, self.addresses, strict=True)]
         self.before: list[tuple[Merged, int] | None] = [None] * len(table)  # while members move here
         self.even = not any(number % 16 for row in table for number in row)
         self.step: Step | None = None  # the last one
@@ -131,11 +132,12 @@ class Merged:
         bias are wanted the buffer, which is no Parameter, is not used."""
         if not self.whole or self._joint is None:
             return None
-        gradients, tracing, versions = torch.is_grad_enabled(), torch.compiler.is_compiling(), []
-        for (module, _), (at, bias_at) in zip(self.members, self.addresses, strict=True):
+        tracing, versions = torch.compiler.is_compiling(), []
+        gradients = torch.is_grad_enabled()
+        for module, at, bias_at in self.watched:
             if not plain_call(module):
                 return None
-            parameters = module._parameters
+            parameters = module.__dict__["_parameters"]
             weight, bias = parameters.get("weight"), parameters.get("bias")
             if weight is None or (bias is None) != (bias_at is None):
                 return None

@@ -41,11 +41,11 @@ def plain_call(module: nn.Module) -> bool:
     """Whether calling the module is calling its class's forward: no hook and no instance forward is left out."""
     own = module.__dict__
     return not (
-        "forward" in own
-        or own["_forward_hooks"]
+        own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
+        or "forward" in own
         or nn_module._global_forward_hooks
         or nn_module._global_forward_pre_hooks
         or nn_module._global_backward_hooks
