@@ -99,15 +99,7 @@ def check_laid(
         f"lora_expand_laid: both must be [R, T, at least {sum(sizes)}], with slices for 2 to {MOST_SLICES} sizes, got "
         f"{tuple(both.shape)}, {len(sizes)} sizes and starts {tuple(starts.shape)}",
     )
-    _must(
-        row_slots.shape == both.shape[:1] and row_slots.dtype == torch.int32,
-        f"lora_expand_laid: row_slots must be int32 [{both.shape[0]}], got {row_slots.dtype} {tuple(row_slots.shape)}",
-    )
-    _must(
-        lanes in (1, pieces) and (both.shape[2] - sum(sizes)) % lanes == 0,
-        f"lora_expand_laid: lanes must be 1 or {pieces}, with as many columns of h in each, got {lanes} for "
-        f"{both.shape[2] - sum(sizes)} columns",
-    )
+    _check_columns("lora_expand_laid", both, row_slots, sum(sizes), pieces, lanes)
 
 
 def check_gated(both: Tensor, row_slots: Tensor, starts: Tensor, n: int, piece: int, lanes: int) -> None:
@@ -117,12 +109,16 @@ def check_gated(both: Tensor, row_slots: Tensor, starts: Tensor, n: int, piece: 
         f"lora_gated_laid: both must be [R, T, at least {n}] for two slices of one width, the gate being 0 or 1, got "
         f"{tuple(both.shape)}, starts {tuple(starts.shape)}, gate {piece}",
     )
-    _must(
-        lanes in (1, 2) and (both.shape[2] - n) % lanes == 0,
-        f"lora_gated_laid: lanes must be 1 or 2, with as many columns of h in each, got {lanes} for "
-        f"{both.shape[2] - n} columns",
-    )
+    _check_columns("lora_gated_laid", both, row_slots, n, 2, lanes)
+
+
+def _check_columns(op: str, both: Tensor, row_slots: Tensor, n: int, pieces: int, lanes: int) -> None:
     _must(
         row_slots.shape == both.shape[:1] and row_slots.dtype == torch.int32,
-        f"lora_gated_laid: row_slots must be int32 [{both.shape[0]}], got {row_slots.dtype} {tuple(row_slots.shape)}",
+        f"{op}: row_slots must be int32 [{both.shape[0]}], got {row_slots.dtype} {tuple(row_slots.shape)}",
+    )
+    _must(
+        lanes in (1, pieces) and (both.shape[2] - n) % lanes == 0,
+        f"{op}: lanes must be 1 or {pieces}, with as many columns of h in each, got {lanes} for "
+        f"{both.shape[2] - n} columns",
     )

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from .lora_expand import over_ranks
-from .lora_rows import find_group
-from .tiles import find_tile, tokens_of
+from .tiles import find_group, find_tile, tokens_of
 
 
 @triton.jit

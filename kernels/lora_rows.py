@@ -6,30 +6,7 @@ import triton
 import triton.language as tl
 
 from .lora_expand import expand_columns, find_columns, of_slice
-from .tiles import tokens_of
-
-
-@triton.jit
-def find_group(place, order, offsets, row_slots, tokens, GROUP: tl.constexpr):
-    """(token of the batch, its slot, first and last + 1 of the sorted tokens that are computed with it) of one of the
-    sorted tokens. None: first is the end. GROUP: most of them; 1: each by itself, in the order of the batch.
-
-    A slot's tokens are computed together, GROUP at a time, by the program of the first of them, where there are more
-    than 2: of fewer, tensor cores would multiply zeros most of the time.
-    """
-    row = place // tokens
-    if GROUP > 1:
-        row = tl.load(order + row)
-    token = row.to(tl.int64) * tokens + place % tokens
-    slot = tl.load(row_slots + row)
-    first, end = place, place + 1
-    if GROUP > 1:
-        low = tl.load(offsets + slot, mask=slot >= 0, other=0) * tokens
-        high = tl.load(offsets + slot + 1, mask=slot >= 0, other=0) * tokens
-        together = high - low > 2
-        end = tl.where(together, tl.minimum(place + GROUP, high), end)
-        first = tl.where(together & ((place - low) % GROUP > 0), end, first)
-    return token, slot, first, end
+from .tiles import find_group, tokens_of
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches

@@ -46,11 +46,10 @@ class Merged:
         table = list(zip(self.edges[:-1], self.sizes, self.places[:-1], strict=True))
         self.slices = torch.tensor(table, dtype=torch.int64).to(buffer.device) if len(table) > 1 else None
         self.weights = buffer[: self.n], None if bias is None else bias[: self.n]
-        self.addresses = [
-            (buffer[low].data_ptr(), None if bias is None or module.bias is None else bias[low].data_ptr())
+        self.addresses = [  # module, where its weight and bias were laid
+            (module, buffer[low].data_ptr(), None if bias is None or module.bias is None else bias[low].data_ptr())
             for low, (module, _) in zip(self.edges, self.members, strict=False)
         ]
-        self.watched = [(module, *at) for (module, _), at in zip(self.members, self.addresses, strict=True)]
         self.before: list[tuple[Merged, int] | None] = [None] * len(table)  # while members move here
         self.even = not any(number % 16 for row in table for number in row)
         self.step: Step | None = None  # the last one
@@ -120,7 +119,8 @@ class Merged:
 
     def lies(self, index: int) -> bool:
         """Whether weight and bias of a member are where they were laid."""
-        parameters, (at, bias_at) = self.members[index][0]._parameters, self.addresses[index]
+        module, at, bias_at = self.addresses[index]
+        parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None or weight.data_ptr() != at:
             return False
@@ -134,7 +134,7 @@ class Merged:
             return None
         tracing, versions = torch.compiler.is_compiling(), []
         gradients = torch.is_grad_enabled()
-        for module, at, bias_at in self.watched:
+        for module, at, bias_at in self.addresses:
             if not plain_call(module):
                 return None
             parameters = module.__dict__["_parameters"]
