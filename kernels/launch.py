@@ -129,7 +129,7 @@ class Bound:
         self.addresses = [None if t is None else t.data_ptr() for t in last]
         self.kind = kind_of(last, self.addresses)
         self.compiled: Any = None  # for aligned first pointers, as those of new tensors are
-        self.one_device = torch.cuda.device_count() == 1  # asked once: which one is current costs a microsecond
+        self.one_device = torch.cuda.device_count() == 1  # asked once, not which one is current at each call
 
     def __call__(self, both: Tensor, outs: list[Tensor]) -> None:
         """Raises as `launch` does."""

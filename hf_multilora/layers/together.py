@@ -39,8 +39,8 @@ class Step(NamedTuple):
     launch: Callable[[Tensor, list[Tensor]], None]
 
     def again(self, x: Tensor) -> list[Tensor | None] | None:
-        """As `run` for a call like the last one; None where autocast began or ended since. Nearly all that a decode
-        step without a CUDA graph spends here is spent in Python: it is written out."""
+        """As `run` for a call like the last one; None where autocast began or ended since. A decode step without
+        a CUDA graph waits for the host here, so it is written out."""
         both = F.linear(x.contiguous(), self.weight, self.bias)
         if both.dtype is not self.given:
             return None
