@@ -17,7 +17,7 @@ from hf_multilora.layers import ModuleSlots, augmented
 from hf_multilora.pool import Layout, RankRows
 from hf_multilora.routing import Routing
 from tests.test_residency import ADAPTERS, assert_clean, sites
-from tests.tiny import Family, error, ids, llama, logits, same_ids, save_adapter
+from tests.tiny import Family, cut_short, error, ids, llama, logits, same_ids, save_adapter
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +59,11 @@ def test_a_call_that_fails_after_rows_were_moved(family: Family, tmp_path: Path,
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_an_interrupt_while_slots_change(family: Family, monkeypatch: Any, where: str, done: bool) -> None:
     """At the second module, before or after the step: later calls are right, nothing is held, no rows are lost."""
-    model, calls = family.model("wide", "q", "mlp", "one", max_loras=2), [0]
-    step = getattr(ModuleSlots, where)
-
-    def interrupted(slots: ModuleSlots, *args: Any) -> Any:
-        calls[0] += 1
-        result = step(slots, *args) if done or calls[0] != 2 else None
-        if calls[0] == 2:
-            raise KeyboardInterrupt
-        return result
+    model = family.model("wide", "q", "mlp", "one", max_loras=2)
 
     logits(model, ids(2), ["wide", "one"])
     model.set_adapter("one")
-    monkeypatch.setattr(ModuleSlots, where, interrupted)
+    monkeypatch.setattr(ModuleSlots, where, cut_short(getattr(ModuleSlots, where), done))
     with pytest.raises(KeyboardInterrupt):
         logits(model, ids(2), ["mlp", None])
     check_default(family, model, "one")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +175,17 @@ def beside(slots: Any) -> Tensor:
     merged = slots.merged
     rows: Tensor = merged.buffer[merged.n + (0 if merged.one_a else slots.index) :: merged.lanes]
     return rows[: len(slots.a)]
+
+
+def cut_short(step: Callable[..., Any], done: bool) -> Callable[..., Any]:
+    """`step`, the second call of which ends in KeyboardInterrupt: before it does anything, or `done` after it."""
+    calls = [0]
+
+    def interrupted(*args: Any) -> Any:
+        calls[0] += 1
+        result = step(*args) if done or calls[0] != 2 else None
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return result
+
+    return interrupted

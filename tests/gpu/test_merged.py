@@ -12,8 +12,18 @@ from torch import Tensor
 
 from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
 from tests.kernels.suite import MIXES as KINDS
-from tests.kernels.suite import case
-from tests.kernels.test_laid import after_shrink, check, even, laid, outputs, own_columns, whole
+from tests.kernels.suite import case, with_one_a
+from tests.kernels.test_laid import (
+    after_shrink,
+    after_shrink_with_one_a,
+    check,
+    even,
+    laid,
+    laid_with_one_a,
+    outputs,
+    own_columns,
+    whole,
+)
 from tests.layers.trio import LINEARS, NAMES, Trio, bare, setting, x_of
 from tests.tiny import Family, Names, ids
 
@@ -73,6 +83,10 @@ def test_kernels(dtype: torch.dtype, r: int, rows: int, tokens: int) -> None:
             c = case(dtype, r, tokens, mix, rows=rows, widths=widths, device="cuda")
             check(c, laid)
             check(c, after_shrink)
+            if len(widths) > 1:
+                c = with_one_a(c)
+                check(c, laid_with_one_a)
+                check(c, after_shrink_with_one_a)
 
 
 @pytest.mark.parametrize("tokens", [1, 70])

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
 from tests.kernels import test_gated as gated
-from tests.kernels.suite import MIXES as KINDS
 from tests.kernels.suite import case, with_one_a
-from tests.kernels.test_laid import after_shrink_with_one_a, check, laid_with_one_a
 from tests.layers.shared_a import is_one, share
 from tests.layers.trio import LINEARS, Trio, bare, setting
 from tests.tiny import Family, Names, ids
@@ -32,19 +30,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "own": {"r": 16, "targets": LINEARS},
 }
 MIXES: list[Names] = [["a", None, "wide", "a"], ["wide", "like a", None, "a"], ["a"] * 4, [None] * 4]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "r"),
-    [(torch.bfloat16, 1), (torch.bfloat16, 16), (torch.bfloat16, 40), (torch.float16, 8), (torch.float32, 13)],
-)
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (6, 1), (64, 1), (6, 11), (4, 300)])
-def test_kernels(dtype: torch.dtype, r: int, rows: int, tokens: int) -> None:
-    for mix in KINDS:
-        for widths in ((64, 33), (256, 64, 64), (16, 130, 7, 20)):
-            c = with_one_a(case(dtype, r, tokens, mix, rows=rows, widths=widths, device="cuda"))
-            check(c, laid_with_one_a)
-            check(c, after_shrink_with_one_a)
 
 
 @pytest.mark.parametrize(("dtype", "r"), [(torch.bfloat16, 16), (torch.bfloat16, 40), (torch.float32, 13)])

@@ -15,7 +15,7 @@ from hf_multilora.layers.rows import SlotRows
 from hf_multilora.pool import RankRows
 from tests.layers.shared_a import ADAPTERS, MIX, ROWS, is_one, share, sites
 from tests.layers.trio import ALL_WAYS, LINEARS, MERGING, Trio, family, setting, x_of
-from tests.tiny import Family, Names
+from tests.tiny import Family, Names, cut_short
 
 pytest_plugins = ("tests.layers.shared_a_fixtures",)
 
@@ -195,18 +195,10 @@ def test_a_load_that_fails_leaves_it_as_it_was(shared: Trio, way: str, monkeypat
 @torch.no_grad()
 def test_an_interrupt(shared_family: Family, way: str, monkeypatch: pytest.MonkeyPatch, where: str, done: bool) -> None:
     """At the second linear, before or after the step: what one of them has and the others have not is nobody's."""
-    shared, calls, x, step = Trio(shared_family, way, max_loras=2), [0], x_of(tokens=1), getattr(ModuleSlots, where)
-
-    def interrupted(slots: ModuleSlots, *args: Any) -> Any:
-        calls[0] += 1
-        result = step(slots, *args) if done or calls[0] != 2 else None
-        if calls[0] == 2:
-            raise KeyboardInterrupt
-        return result
-
+    shared, x = Trio(shared_family, way, max_loras=2), x_of(tokens=1)
     shared.call(x, names=["s", "u", None, "s"])
     with monkeypatch.context() as patch:
-        patch.setattr(ModuleSlots, where, interrupted)
+        patch.setattr(ModuleSlots, where, cut_short(getattr(ModuleSlots, where), done))
         with pytest.raises(KeyboardInterrupt):
             shared.call(x, names=["u", "t", None, None])
     for names in (["u", None], ["t", "u"], ["t", "s"], ["big", "t"], ["own", "t"], ["s", "u"]):
