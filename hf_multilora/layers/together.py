@@ -28,13 +28,14 @@ class Step(NamedTuple):
     """What calls have in common while rows, slots and layouts stay as they are: a decode step has hundreds.
 
     call: the stamp of the routing, shape and dtype of x, the product as asked for. weight [N + w * lanes, K], bias:
-    what x is multiplied with. outs: shapes of the outputs. launch: of the kernel, for what the matmul gives in `given`.
+    what x is multiplied with. outs: shape and strides of the outputs. launch: of the kernel, for what the matmul gives in
+    `given`.
     """
 
     call: tuple[int, torch.Size, torch.dtype, Product | None]
     weight: Tensor
     bias: Tensor | None
-    outs: list[tuple[int, ...]]
+    outs: list[tuple[tuple[int, ...], tuple[int, ...]]]
     given: torch.dtype
     launch: Callable[[Tensor, list[Tensor]], None]
 
@@ -44,7 +45,7 @@ class Step(NamedTuple):
         both = F.linear(x.contiguous(), self.weight, self.bias)
         if both.dtype is not self.given:
             return None
-        outs = [both.new_empty(shape) for shape in self.outs]
+        outs = [both.new_empty_strided(*out) for out in self.outs]  # a third less of the host than new_empty
         self.launch(both, outs)
         return outs  # type: ignore[return-value]
 
@@ -88,9 +89,9 @@ def run(merged: Merged, x: Tensor, product: Product | None = None) -> list[Tenso
             launch = backend.expand_laid(*given, merged.slices, merged.n, bound, merged.even, merged.lanes)  # type: ignore[misc]
         else:
             launch = backend.gated_laid(*given, merged.places[1], merged.n, bound, *product, merged.lanes)  # type: ignore[misc]
-        call = routing.stamp, x.shape, x.dtype, product
-        merged.step = Step(call, weight, bias, shapes, both.dtype, launch)
-        outs = [both.new_empty(shape) for shape in shapes]
+        call, outs = (routing.stamp, x.shape, x.dtype, product), [both.new_empty(shape) for shape in shapes]
+        like = [(shape, out.stride()) for shape, out in zip(shapes, outs, strict=True)]
+        merged.step = Step(call, weight, bias, like, both.dtype, launch)
         launch(both, outs)
         return outs  # type: ignore[return-value]
     y = F.linear(rows, *merged.weights)
