@@ -28,8 +28,8 @@ class Step(NamedTuple):
     """What calls have in common while rows, slots and layouts stay as they are: a decode step has hundreds.
 
     call: the stamp of the routing, shape and dtype of x, the product as asked for. weight [N + w * lanes, K], bias:
-    what x is multiplied with. outs: shape and strides of the outputs. launch: of the kernel, for what the matmul gives in
-    `given`.
+    what x is multiplied with. outs: shapes and strides of the outputs. launch: of the kernel, for what the matmul gives
+    in `given`.
     """
 
     call: tuple[int, torch.Size, torch.dtype, Product | None]

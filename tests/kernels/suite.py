@@ -197,15 +197,16 @@ def by_rows(c: Case, dtype: torch.dtype, rows: Sequence[int] | None = None) -> t
     return h, out
 
 
-def within(got: Tensor, truth: Tensor, plain: Tensor) -> bool:
-    """Error against float64 at most twice that of the same formula in plain torch at the case's dtype, plus a floor.
-    What the truth leaves unspecified (NaN) is not compared; NaN elsewhere is an error."""
+def within(got: Tensor, truth: Tensor, plain: Tensor, floor: int = 2) -> bool:
+    """Error against float64 at most twice that of the same formula in plain torch at the case's dtype, plus `floor`
+    roundings of the largest number. What the truth leaves unspecified (NaN) is not compared; NaN elsewhere is an error.
+    """
     told = ~truth.isnan()
     if not told.any():
         return True
-    floor = 2 * torch.finfo(plain.dtype).eps * float(truth[told].abs().max())
+    least = floor * torch.finfo(plain.dtype).eps * float(truth[told].abs().max())
     own = float((plain.double() - truth)[told].abs().max())
-    return float((got.double() - truth)[told].abs().max()) <= 2 * own + floor
+    return float((got.double() - truth)[told].abs().max()) <= 2 * own + least
 
 
 @contextmanager
