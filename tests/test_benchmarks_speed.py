@@ -16,7 +16,7 @@ from hf_multilora.siblings import siblings_of
 from tests.benchmarks import gpu_contenders, gpu_timing
 from tests.benchmarks.gate import GateError
 from tests.benchmarks.speed import __main__ as speed
-from tests.benchmarks.speed import clock, compiled, kernel_calls, linears, sanitize, streams, targets
+from tests.benchmarks.speed import clock, compiled, kernel_calls, linears, sanitize, stage, streams, targets
 from tests.test_benchmarks import Replay
 
 TINY = (
@@ -45,6 +45,20 @@ def test_a_stage_fills_its_table(name: str, tmp_path: Path, capsys: pytest.Captu
     assert result["seconds"][name] == record["seconds"] > 0 and result["commits"]
     printed = capsys.readouterr().out
     assert all(cell in printed for cell in record["cells"])
+
+
+def test_kernels_of_a_cell_are_shown_where_its_target_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"4,2": targets.Target(target=0.0), "4,4": targets.Target(target=1e9)}
+    monkeypatch.setattr(stage, "target", lambda name, cell: known[cell])
+    monkeypatch.setattr(stage.Stage, "small", property(lambda self: False, lambda self, small: None), raising=False)
+    _, result = run(tmp_path, "linears", "--cells", *known)
+    cells = result["stages"]["linears"]["cells"]
+    assert "profile" not in cells["4,4"] and set(cells["4,2"]["profile"]) == {clock.BARE, clock.OURS}
+    monkeypatch.undo()
+    _, result = run(tmp_path, "generate", "--cells", "eager 2,2", "--profile")
+    assert set(result["stages"]["generate"]["cells"]["eager 2,2"]["profile"]) == {clock.BARE, clock.OURS}
 
 
 def test_what_needs_a_gpu_says_so(tmp_path: Path) -> None:
@@ -168,7 +182,8 @@ def test_verdicts() -> None:
     lower, higher = targets.Target(target=1.10, stretch=1.05), targets.Target(target=15.0, better="higher")
     assert [lower.verdict(v) for v in (1.04, 1.10, 1.105, 1.2)] == ["stretch met", "met", "near", "MISSED"]
     assert [higher.verdict(v) for v in (16.0, 14.9, 12.0)] == ["met", "near", "MISSED"]
-    assert targets.Target().verdict(1.0) == ""
+    assert [lower.reached(v) for v in (1.10, 1.105)] == [True, False] == [higher.reached(v) for v in (15.0, 14.9)]
+    assert targets.Target().verdict(1.0) == "" and targets.Target().reached(99.0)
 
 
 def test_targets_are_those_of_cells() -> None:

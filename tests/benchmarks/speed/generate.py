@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..registry import LINEARS, Work
 from . import clock
 from .sides import Side, check_replays
 from .stage import Stage
-from .steps import ROOM
+from .steps import ROOM, without
 
 EAGER, STATIC, PEFT = "eager", "static", "peft"
 MODES: dict[str, dict[str, Any]] = {EAGER: {}, STATIC: {"cache_implementation": "static"}}
@@ -92,8 +93,21 @@ def generate(stage: Stage, ours: Subject, mode: str, work: Work, found: dict[str
     before = graphs()
     timed = clock.palindrome(jobs, 2 * stage.settings.rounds)
     found |= timed | {"kind": mode, "value": clock.ratio(timed)}
+    if mode == EAGER:
+        profile(stage, ours, work, found)
     if mode == STATIC:
         again(stage, ours.model, inputs, more[clock.OURS], work, count, before, found)
+
+
+def profile(stage: Stage, ours: Subject, work: Work, found: dict[str, Any]) -> None:
+    """Of eager steps outside `generate`: what it takes beyond their kernels is the host's."""
+    ids = prompts(work.rows, work.tokens + 1, stage.shop.bare.config.vocab_size, stage.device)["input_ids"]
+    subjects = {clock.BARE: (stage.shop.plain(), without(work)), clock.OURS: (ours, work)}
+
+    def block(side: str, *how: Any) -> Any:
+        return Side(*subjects[side], ids, ROOM - work.tokens % 64, stage.device).block(*how)
+
+    stage.profile(found, {side: partial(block, side) for side in subjects})
 
 
 def again(

@@ -35,7 +35,7 @@ def arguments(argv: Sequence[str] | None, about: str | None, stages: Sequence[st
     add("--requests", type=int, default=640, help="of stage many, for each number of adapters")
     add("--load", type=float, default=1.2, help="arrivals of stage many over what it can serve with few adapters")
     add("--cv", type=float, default=1.0, help="variation of the times between arrivals; 1: a Poisson process")
-    add("--profile", action="store_true", help="show the kernels of a step of each side")
+    add("--profile", action="store_true", help="kernels of a step of each side also where a target is met")
     add("--limit", type=float, default=450.0, help="seconds of a stage after which no further cell starts")
     add("--scratch", type=Path, help="folder for adapters' files, where a stage needs some")
     add(

@@ -12,6 +12,7 @@ from typing import Any
 from ..gate import GateError
 from . import profile
 from .results import Results
+from .targets import Target, target
 from .workshop import Workshop
 
 
@@ -32,6 +33,7 @@ class Stage:
         self.started = time.perf_counter()
         self.before = self.record["seconds"]
         self.until = self.started + settings.limit
+        self.at = ""  # the cell that runs
 
     def say(self, text: str) -> None:
         self.shop.say(f"{self.name}: {text}")
@@ -59,7 +61,7 @@ class Stage:
         """The record of a cell, written at the end. What goes wrong inside is recorded and the others go on: time on a
         GPU is dear."""
         found: dict[str, Any] = {}
-        self.record["cells"][name] = found
+        self.record["cells"][name], self.at = found, name
         try:
             yield found
         except GateError as error:
@@ -71,8 +73,10 @@ class Stage:
         self.save()
 
     def profile(self, found: dict[str, Any], blocks: Mapping[str, Callable[..., Any]]) -> None:
-        """With --profile: the kernels of a step of each side. blocks: (steps, clock) -> what the clock gives."""
-        if self.settings.profile:
+        """The kernels of a step of each side, with --profile or where the value misses its target.
+        blocks: (steps, clock) -> what the clock gives."""
+        known = Target() if self.small else target(self.name, self.at)
+        if self.settings.profile or not known.reached(found["value"]):
             found["profile"] = {side: block(profile.STEPS, profile.kernels) for side, block in blocks.items()}
             self.say("kernels of a step\n" + "\n".join(profile.lines(found["profile"])))
 

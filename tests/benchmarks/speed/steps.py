@@ -133,9 +133,9 @@ def time_cell(stage: Stage, sides: dict[str, Side], count: int, found: dict[str,
     bound = found["errors"]["bound"]
     found["replays"] = check_replays(ours, bound)
     graph = clock.palindrome(jobs, rounds)
-    stage.profile(found, {name: side.block for name, side in sides.items()})
     if ours.decode:
         found |= graph | {"kind": "graph", "value": clock.ratio(graph)}
     else:
         found |= eager | {"graph": graph | {"value": clock.ratio(graph)}}
         found["note"] = "; ".join([*filter(None, [found.get("note")]), f"under a graph {clock.ratio(graph):.3f}"])
+    stage.profile(found, {name: side.block for name, side in sides.items()})

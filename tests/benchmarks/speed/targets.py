@@ -28,16 +28,19 @@ class Target:
         """met, stretch met, near (within the noise), MISSED, or nothing without a target."""
         if self.target is None:
             return ""
-        sign = 1 if self.better == "lower" else -1
-
-        def reached(goal: float, slack: float = 1.0) -> bool:
-            return sign * value <= sign * goal * slack**sign
-
-        if self.stretch is not None and reached(self.stretch):
+        if self.stretch is not None and self._within(value, self.stretch):
             return "stretch met"
-        if reached(self.target):
+        if self.reached(value):
             return "met"
-        return "near" if reached(self.target, NOISE) else "MISSED"
+        return "near" if self._within(value, self.target, NOISE) else "MISSED"
+
+    def reached(self, value: float) -> bool:
+        """Whether the target is met, as one is that there is not."""
+        return self.target is None or self._within(value, self.target)
+
+    def _within(self, value: float, goal: float, slack: float = 1.0) -> bool:
+        sign = 1 if self.better == "lower" else -1
+        return sign * value <= sign * goal * slack**sign
 
 
 def _higher(**facts: Any) -> Target:
