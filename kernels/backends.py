@@ -26,7 +26,7 @@ class KernelError(RuntimeError):
 @dataclass(frozen=True)
 class Backend:
     """shrink, expand: as specified in ops.py. split: K -> ranges of K that suit it, where nothing else is known.
-    expand_laid, expand_parts: as in triton_backend.py, gated_laid, gated_parts: as in triton_gated.py; Triton alone has
+    expand_laid, expand_parts: as in triton_laid.py, gated_laid, gated_parts: as in triton_gated.py; Triton alone has
     them.
     experts_...: as specified in ops_experts.py; experts_expand returns y, written in place (torch: a new tensor where
     gradients are wanted). pair_keys, sort_pairs: as specified in torch_pairs.py. fixed: a row's delta depends on
@@ -59,15 +59,15 @@ def backend(name: str) -> Backend:
     if name not in (TRITON, TRITON_FIXED):
         raise ValueError(f"backend must be one of {(TORCH, TRITON, TRITON_FIXED)}, got {name!r}")
     require_triton()
-    from . import triton_backend, triton_experts, triton_gated, triton_pairs
+    from . import triton_backend, triton_experts, triton_gated, triton_laid, triton_pairs
 
     split, pairs = triton_backend.fixed_split, (triton_pairs.pair_keys, triton_pairs.sort_pairs)
     if name == TRITON:
         experts = (triton_experts.shrink, triton_experts.expand, triton_experts.combine)
         shrink, expand = triton_backend.shrink, triton_backend.expand
         return Backend(
-            TRITON, shrink, expand, split, *experts, *pairs, expand_laid=triton_backend.expand_laid,
-            expand_parts=triton_backend.expand_parts, gated_laid=triton_gated.gated_laid,
+            TRITON, shrink, expand, split, *experts, *pairs, expand_laid=triton_laid.expand_laid,
+            expand_parts=triton_laid.expand_parts, gated_laid=triton_gated.gated_laid,
             gated_parts=triton_gated.gated_parts,
         )  # fmt: skip
     shrink = functools.partial(triton_backend.shrink, fixed=True)

@@ -48,15 +48,34 @@ def of_slice(piece, out, out_1, out_2, out_3, SLICES: tl.constexpr):
     return out
 
 
+@triton.jit
+def h_of(h, start, own, max_rank, shift, LANES: tl.constexpr, OWN_COLUMNS: tl.constexpr):
+    """Where a slot's numbers begin in the row of a token: for the slice `own` of LANES."""
+    if OWN_COLUMNS:
+        h += shift + start * LANES + own
+    else:
+        h += own * max_rank
+    return h
+
+
+@triton.jit
+def summed(place, own, plane, PLANES: tl.constexpr):
+    """Numbers of h, each the sum of those in its planes."""
+    some_h = tl.load(place, mask=own, other=0.0)
+    for z in tl.static_range(1, PLANES):
+        some_h += tl.load(place + z * tl.cast(plane, tl.int64), mask=own, other=0.0)
+    return some_h
+
+
 @triton.jit(do_not_specialize=["rows", "tokens", "slots"])  # one compiled kernel for all batches
 def lora_expand_kernel(
     y, h, out, out_1, out_2, out_3, b, order, offsets, starts, ranks, slices, scale, bias,
     rows, tokens, n, slots, max_rank, stride_y, stride_h, shift, plane,
     SLICES: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, SCALE: tl.constexpr,
     BIAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr, PRECISION: tl.constexpr, LOOP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, LOOP tiles of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
+    """Program (tile, tile of columns) writes out[tokens of the tile, columns]; base rows are copied from y.
 
     out, out_1, ...: of the slices, each [R, T, its columns]. PLANES: partial sums in h, `plane` elements apart, added
     in their order. OWN_COLUMNS: h has a column for every rank row of the pool, from column `shift` on, those of the
@@ -68,16 +87,14 @@ def lora_expand_kernel(
     if slot > slots:
         return
     token, live = tokens_of(order, first, end, tokens, BLOCK_M)
-    for i in tl.static_range(LOOP):
-        tile = tl.program_id(1) * LOOP + i
-        piece, left, width, offset, column = find_columns(tile, slices, n, SLICES, BLOCK_N, EVEN)
-        if piece < SLICES:
-            expand_columns(
-                y, h, b, of_slice(piece, out, out_1, out_2, out_3, SLICES), starts, ranks, scale, bias,
-                slot, token, live, piece, left, width, offset, column,
-                n, slots, max_rank, stride_y, stride_h, shift, plane,
-                LANES, PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
-            )  # fmt: skip
+    piece, left, width, offset, column = find_columns(tl.program_id(1), slices, n, SLICES, BLOCK_N, EVEN)
+    if piece < SLICES:
+        expand_columns(
+            y, h, b, of_slice(piece, out, out_1, out_2, out_3, SLICES), starts, ranks, scale, bias,
+            slot, token, live, piece, left, width, offset, column,
+            n, slots, max_rank, stride_y, stride_h, shift, plane,
+            LANES, PLANES, OWN_COLUMNS, SCALE, BIAS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -96,10 +113,7 @@ def expand_columns(
     inside = columns < width
     edge = live[:, None] & inside[None, :]
     own = piece if LANES > 1 else 0
-    if OWN_COLUMNS:
-        h_tile, lane = h + shift + token[:, None] * stride_h + start * LANES + own, LANES
-    else:
-        h_tile, lane = h + token[:, None] * stride_h + own * max_rank, 1
+    h_tile = h_of(h, start, own, max_rank, shift, LANES, OWN_COLUMNS) + token[:, None] * stride_h
     b_tile = b + offset + start * width + columns[None, :]
     at = tl.arange(0, BLOCK_R)
     some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)
@@ -107,8 +121,8 @@ def expand_columns(
         tl.extra.cuda.gdc_wait()
     before = tl.load(y + token[:, None] * stride_y + (left + columns)[None, :], mask=edge, other=0.0)
     total = over_ranks(
-        h_tile, lane, plane, b_tile, width, some_b, r, live, inside, out.dtype.element_ty == tl.bfloat16,
-        PLANES, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
+        h_tile, LANES if OWN_COLUMNS else 1, plane, b_tile, width, some_b, r, live, inside,
+        out.dtype.element_ty == tl.bfloat16, PLANES, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, PRECISION,
     )  # fmt: skip
     total += before.to(tl.float32)
     if SCALE:
@@ -127,16 +141,13 @@ def over_ranks(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] float32: h B over r ranks, `lane` apart in h; some_b: the first block of B, read before."""
-    plane = tl.cast(plane, tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for low in range(0, r, BLOCK_R * STEPS):
         part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32) if STEPS > 1 else total
         for i in tl.static_range(STEPS):
             at = low + i * BLOCK_R + tl.arange(0, BLOCK_R)
             own = live[:, None] & (at < r)[None, :]
-            some_h = tl.load(h_tile + at[None, :] * lane, mask=own, other=0.0)
-            for z in tl.static_range(1, PLANES):
-                some_h += tl.load(h_tile + z * plane + at[None, :], mask=own, other=0.0)
+            some_h = summed(h_tile + at[None, :] * lane, own, plane, PLANES)
             part = product(some_h, some_b, part, COARSE, PRECISION)
             at += BLOCK_R
             some_b = tl.load(b_tile + at[:, None] * width, mask=(at < r)[:, None] & inside[None, :], other=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .lora_expand import over_ranks
+from .lora_expand import h_of, over_ranks, summed
 from .tiles import find_group, find_tile, tokens_of
 
 
@@ -33,14 +33,15 @@ def product_of(gate, up, kind: tl.constexpr, ACT: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "slots"])  # one compiled kernel for all batches
 def lora_gated_rows_kernel(
     y, h, out, b, row_slots, order, offsets, starts, ranks,
-    tokens, width, slots, stride, shift, offset,
-    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    tokens, width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
+    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, sorted token) writes out[tokens, columns]. For few tokens.
 
-    width: of each slice; that of the gate is the GATE-th of y and b, the one of slice 1 begins at `offset` of b. y, h,
-    stride, shift, LANES, GROUP, PDL: as in lora_rows.py.
+    width: of each slice; that of the gate is the GATE-th of y and b, the one of slice 1 begins at `offset` of b. GROUP:
+    as in lora_rows.py, the other letters as in lora_expand.py.
     """
     token, slot, first, end = find_group(tl.program_id(1), order, offsets, row_slots, tokens, GROUP)
     if first == end:
@@ -51,21 +52,23 @@ def lora_gated_rows_kernel(
             several, live = tokens_of(order, first, end, tokens, GROUP)
             gated_columns(
                 y, h, out, b, starts, ranks, slot, several, live, columns,
-                width, slots, 0, stride, stride, shift, 0, offset,
-                GATE, ACT, LANES, 1, True, GROUP, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
+                width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
+                GATE, ACT, LANES, PLANES, OWN_COLUMNS, GROUP, BLOCK_R, BLOCK_N, STEPS, PRECISION, PDL,
             )  # fmt: skip
     else:
         gated_columns_of_one(
-            y, h, out, b, starts, ranks, slot, token, columns, width, slots, stride, shift, offset,
-            GATE, ACT, LANES, BLOCK_R, BLOCK_N, PDL,
+            y, h, out, b, starts, ranks, slot, token, columns,
+            width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
+            GATE, ACT, LANES, PLANES, OWN_COLUMNS, BLOCK_R, BLOCK_N, PDL,
         )  # fmt: skip
 
 
 @triton.jit
 def gated_columns_of_one(
-    y, h, out, b, starts, ranks, slot, token, columns, width, slots, stride, shift, offset,
-    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    y, h, out, b, starts, ranks, slot, token, columns,
+    width, slots, max_rank, stride_y, stride_h, shift, plane, offset,
+    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns of one token, without tensor cores."""
     inside = columns < width
@@ -80,15 +83,16 @@ def gated_columns_of_one(
     some_1 = tl.load(tile_1 + at[:, None] * width, mask=(at < r_1)[:, None] & inside[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    place = y + token * stride + columns
+    place = y + token * stride_y + columns
     total_0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     total_1 = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
-    h_0 = h + token * stride + shift + start_0 * LANES
-    h_1 = h + token * stride + shift + start_1 * LANES + (LANES - 1)
+    lane: tl.constexpr = LANES if OWN_COLUMNS else 1
+    h_0 = h_of(h, start_0, 0, max_rank, shift, LANES, OWN_COLUMNS) + token * stride_h
+    h_1 = h_of(h, start_1, LANES - 1, max_rank, shift, LANES, OWN_COLUMNS) + token * stride_h
     for _ in range(0, tl.maximum(r_0, r_1), BLOCK_R):
-        some_h = tl.load(h_0 + at * LANES, mask=at < r_0, other=0.0)
+        some_h = summed(h_0 + at * lane, at < r_0, plane, PLANES)
         total_0 += tl.sum(some_h.to(tl.float32)[:, None] * some_0.to(tl.float32), 0)
-        some_h = tl.load(h_1 + at * LANES, mask=at < r_1, other=0.0)
+        some_h = summed(h_1 + at * lane, at < r_1, plane, PLANES)
         total_1 += tl.sum(some_h.to(tl.float32)[:, None] * some_1.to(tl.float32), 0)
         at += BLOCK_R
         some_0 = tl.load(tile_0 + at[:, None] * width, mask=(at < r_0)[:, None] & inside[None, :], other=0.0)
@@ -146,12 +150,9 @@ def gated_columns(
     place = y + token[:, None] * stride_y + columns[None, :]
     before_0 = tl.load(place, mask=edge, other=0.0)
     before_1 = tl.load(place + width, mask=edge, other=0.0)
-    if OWN_COLUMNS:
-        h_rows, lane = h + shift + token[:, None] * stride_h, LANES
-        h_0, h_1 = h_rows + start_0 * LANES, h_rows + start_1 * LANES + (LANES - 1)
-    else:
-        h_0, lane = h + token[:, None] * stride_h, 1
-        h_1 = h_0 + (LANES - 1) * max_rank
+    lane: tl.constexpr = LANES if OWN_COLUMNS else 1
+    h_0 = h_of(h, start_0, 0, max_rank, shift, LANES, OWN_COLUMNS) + token[:, None] * stride_h
+    h_1 = h_of(h, start_1, LANES - 1, max_rank, shift, LANES, OWN_COLUMNS) + token[:, None] * stride_h
     kind: tl.constexpr = out.dtype.element_ty
     total_0 = over_ranks(
         h_0, lane, plane, tile_0, width, some_0, r_0, live, inside, kind == tl.bfloat16,

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
 from .backends import MOST_SLICES
-from .launch import Bound, Launcher, dependent_launch
+from .launch import Launcher, dependent_launch
 from .lora_expand import lora_expand_kernel
-from .lora_rows import lora_expand_rows_kernel
 from .lora_shrink import lora_shrink_kernel
 
-MANY = 1 << 14  # tokens of a call from which a program of the expand writes more columns
-# An expand of as few tokens has programs for each per so many bytes of a row of B; beyond, it has them for tiles.
-# LOW_BYTES: where no rank is above 16. Of 64 tokens of an 8B shape on an H200, gate and up, o took 1 to 17% less than
-# with FEW_BYTES, q, k and v from 2% less to 5% more.
-FEW, FEW_PER_SLOT, FEW_BYTES, LOW_BYTES = 256, 2, 256, 512
 NARROW = 64  # tokens per group up to which the smallest tile is used
 FIXED_CHUNK = 256  # columns of one range of K where the split depends on K alone
 MAX_SPLIT = 16
@@ -37,11 +31,10 @@ class Tiles:
     block_k: int
     block_n: int
     warps: int = 4
-    loop: int = 1  # tiles of columns that one program of the expand writes
 
 
 FIXED = Tiles(16, 16, 64, 64)
-LONG = Tiles(16, 16, 128, 256, loop=4)
+LOW = Tiles(16, 16, 128, 256)  # of an expand where no rank is above 16: little to multiply
 
 
 @functools.cache
@@ -75,18 +68,6 @@ def split_of(k: int, programs: int, device: torch.device) -> int:
     """Ranges that K is cut into, each summed by a program of its own, to occupy the device."""
     wanted = triton.cdiv(2 * processors(device), max(1, programs))  # two waves
     return _power(min(MAX_SPLIT, wanted, k // 256))
-
-
-def few(tokens: int, slots: int) -> bool:
-    """Whether each token of a call is expanded by itself."""
-    return tokens <= min(FEW, FEW_PER_SLOT * slots)
-
-
-def group_of(bound: int) -> int:
-    """How many of few tokens with one slot are expanded together. Gate and up of an 8B shape, 64 tokens on an H200, us:
-    together 20 with one adapter of rank 64 and 28 of rank 128, 27 and 41 with 8 adapters, 67 and 116 with 64; each by
-    itself 34 and 60, 40 and 109, 61 and 113. At rank 16 each by itself took 13, 14 and 21, tiles 19, 20 and 50."""
-    return 16 if bound > 16 else 1
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -164,16 +145,15 @@ def _expand(
     before the kernel before it on the stream has ended, which wrote neither b nor tables."""
     groups, bound = min(rows, slots + 1), 16 if own_columns else min(width // lanes, 32)
     t = FIXED if fixed else tiles(rows * tokens, groups, bound, dtype.itemsize)
-    if bound <= 16 and dtype.itemsize == 2 and not fixed:  # little to multiply: what counts is the order of writes
-        t = LONG if rows * tokens >= MANY else replace(LONG, loop=2 if t.block_m > 16 else 1)
+    if bound <= 16 and dtype.itemsize == 2 and not fixed:
+        t = LOW
     constants = {
         "SLICES": pieces, "LANES": lanes, "PLANES": planes, "OWN_COLUMNS": own_columns, "SCALE": scale, "BIAS": bias,
         "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_N": t.block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "LOOP": t.loop, "EVEN": even,
+        "STEPS": steps(dtype), "PRECISION": exact, "EVEN": even,
         "PDL": early and dependent_launch(device),
     }  # fmt: skip
-    columns = triton.cdiv(n, t.block_n) + pieces - 1
-    grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(columns, t.loop), 1)
+    grid = (tile_bound(rows, tokens, groups, t.block_m), triton.cdiv(n, t.block_n) + pieces - 1, 1)
     numbers = (rows, tokens, n, slots, width // lanes, stride, stride_h, shift, plane)
     return Launcher(lora_expand_kernel, grid, numbers, constants, t.warps, 1)
 
@@ -203,63 +183,10 @@ def expand(
         rows, tokens, n, slots, pieces, pieces, width, stride, stride_h, 0, plane, planes, b.dtype,
         precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, False, y.device,
     )  # fmt: skip
-    run(y, h, *_four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
+    run(y, h, *four(parts), b, order, offsets, starts, ranks, slices, scale, bias)
     return out
 
 
-@functools.lru_cache(maxsize=4096)
-def _expand_rows(
-    count: int, tokens: int, n: int, slots: int, pieces: int, lanes: int, stride: int, bound: int, dtype: torch.dtype,
-    exact: str, even: bool, device: torch.device,
-) -> Launcher:  # fmt: skip
-    """count: R * T. bound: of the ranks."""
-    block_r = min(triton.next_power_of_2(bound), 32)
-    block_n = (LOW_BYTES if block_r <= 16 else FEW_BYTES) // dtype.itemsize
-    constants = {
-        "SLICES": pieces, "LANES": lanes, "GROUP": group_of(bound), "BLOCK_R": block_r, "BLOCK_N": block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "EVEN": even, "PDL": dependent_launch(device),
-    }  # fmt: skip
-    grid = (triton.cdiv(n, constants["BLOCK_N"]) + pieces - 1, count, 1)
-    return Launcher(lora_expand_rows_kernel, grid, (tokens, n, slots, stride, n), constants, 1, 1)
-
-
-def expand_laid(
-    both: Tensor, rows: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
-    ranks: Tensor, slices: Tensor | None, n: int, bound: int, even: bool, lanes: int,
-) -> Bound:  # fmt: skip
-    """What expands such both = [y | h], [R * T, n + P * lanes], as a matmul that was just launched gives it: to be
-    called with `both` and the outputs of the slices, again and again while the tables stay where they are.
-
-    row_slots: int32 [R]. bound: of the ranks. even: sizes and offsets of slices are multiples of 16. lanes: L, or 1
-    where all slices read the same h.
-    """
-    (count, columns), (pieces, slots) = both.shape, starts.shape
-    if few(count, slots):
-        each = _expand_rows(
-            count, count // rows, n, slots, pieces, lanes, columns, bound, b.dtype, precision(b.dtype), even,
-            both.device,
-        )  # fmt: skip
-        return Bound(each, MOST_SLICES, b, row_slots, order, offsets, starts, ranks, slices)
-    run = _expand(
-        rows, count // rows, n, slots, pieces, lanes, columns - n, columns, columns, n, 0, 1, b.dtype,
-        precision(b.dtype), True, False, False, even, False, True, both.device,
-    )  # fmt: skip
-    return Bound(run, MOST_SLICES, b, order, offsets, starts, ranks, slices, None, None)
-
-
-def expand_parts(
-    y: Tensor, h: Tensor, outs: Sequence[Tensor], b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
-    ranks: Tensor, slices: Tensor | None, even: bool, lanes: int,
-) -> None:  # fmt: skip
-    """`expand` after a `shrink` into the outputs of the slices: y [R, T, N], h [Z, R, T, lanes * max_rank]."""
-    (rows, tokens, n), (pieces, slots), (planes, _, _, width) = y.shape, starts.shape, h.shape
-    run = _expand(
-        rows, tokens, n, slots, pieces, lanes, width, n, width, 0, rows * tokens * width, planes, b.dtype,
-        precision(b.dtype), False, False, False, even, False, True, y.device,
-    )  # fmt: skip
-    run(y, h, *_four(outs), b, order, offsets, starts, ranks, slices, None, None)
-
-
-def _four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def four(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The kernels' parameters out ... out_3, of which they use as many as there are slices."""
     return (*outs, *[outs[0]] * (MOST_SLICES - len(outs)))

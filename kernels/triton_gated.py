@@ -1,87 +1,84 @@
 """Launchers of the expand kernels of gated MLPs. Two slices of one width each: of a gate, and of what it multiplies.
 
-piece: which of the slices is the gate. act: one of ACTIVATIONS. The rest is as in triton_backend.py, whose rules choose
-kernels and tiles.
+piece: which of the slices is the gate. act: one of ACTIVATIONS. The rest is as in triton_laid.py.
 """
 
 from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 from torch import Tensor
 
 from .launch import Bound, Launcher, dependent_launch
 from .lora_gated import lora_gated_kernel, lora_gated_rows_kernel
-from .triton_backend import FEW_BYTES, LONG, few, group_of, precision, steps, tile_bound, tiles
+from .lora_long import lora_gated_long_kernel
+from .triton_backend import LOW, steps, tile_bound, tiles
+from .triton_laid import FEW_BYTES, LONG, LONG_BLOCK, ROWS, Given, long_plan, of_laid, of_parts, rows_constants
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @functools.lru_cache(maxsize=4096)
-def _rows(
-    count: int, tokens: int, width: int, slots: int, stride: int, bound: int, dtype: torch.dtype, exact: str,
-    offset: int, piece: int, act: str, lanes: int, device: torch.device,
-) -> Launcher:  # fmt: skip
-    constants = {
-        "GATE": piece, "ACT": act, "LANES": lanes, "GROUP": group_of(bound),
-        "BLOCK_R": min(triton.next_power_of_2(bound), 32), "BLOCK_N": FEW_BYTES // dtype.itemsize,
-        "STEPS": steps(dtype), "PRECISION": exact, "PDL": dependent_launch(device),
-    }  # fmt: skip
-    grid = (triton.cdiv(width, constants["BLOCK_N"]), count, 1)
-    return Launcher(lora_gated_rows_kernel, grid, (tokens, width, slots, stride, 2 * width, offset), constants, 1, 1)
+def _rows(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
+    constants = {"GATE": piece, "ACT": act} | rows_constants(g, FEW_BYTES) | {"PDL": dependent_launch(g.device)}
+    grid = (triton.cdiv(width, constants["BLOCK_N"]), g.rows * g.tokens, 1)
+    numbers = (g.tokens, width, g.slots, *g.numbers, offset)
+    return Launcher(lora_gated_rows_kernel, grid, numbers, constants, 1, 1)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles(
-    rows: int, tokens: int, width: int, slots: int, columns: int, own_columns: bool, stride: int, stride_h: int,
-    plane: int, planes: int, dtype: torch.dtype, exact: str, offset: int, piece: int, act: str, lanes: int,
-    device: torch.device,
-) -> Launcher:  # fmt: skip
-    """columns: of h for each lane."""
-    groups, bound = min(rows, slots + 1), 16 if own_columns else min(columns, 32)
-    t = tiles(rows * tokens, groups, bound, dtype.itemsize)
-    block_m, block_n = (LONG.block_m, LONG.block_n // 2) if bound <= 16 and dtype.itemsize == 2 else (t.block_m, 64)
-    constants = {
-        "GATE": piece, "ACT": act, "LANES": lanes, "PLANES": planes, "OWN_COLUMNS": own_columns,
-        "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": block_m, "BLOCK_R": t.block_r, "BLOCK_N": block_n,
-        "STEPS": steps(dtype), "PRECISION": exact, "PDL": dependent_launch(device),
+def _long(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
+    grid, last, constants = long_plan(g, triton.cdiv(width, LONG_BLOCK["BLOCK_N"]))
+    constants = {"GATE": piece, "ACT": act} | constants | {"PDL": dependent_launch(g.device)}
+    numbers = (g.tokens, width, g.slots, *g.numbers, offset, *last)
+    return Launcher(lora_gated_long_kernel, grid, numbers, constants, 4, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
+    groups, bound = min(g.rows, g.slots + 1), 16 if g.own_columns else min(g.max_rank, 32)
+    t = tiles(g.rows * g.tokens, groups, bound, g.dtype.itemsize)
+    low = bound <= 16 and g.dtype.itemsize == 2
+    block_m, block_n = (LOW.block_m, LOW.block_n // 2) if low else (t.block_m, 64)
+    constants = {"GATE": piece, "ACT": act} | g.constants | {
+        "SLOTS": triton.next_power_of_2(g.slots + 1), "BLOCK_M": block_m, "BLOCK_R": t.block_r, "BLOCK_N": block_n,
+        "STEPS": steps(g.dtype), "PRECISION": g.exact, "PDL": dependent_launch(g.device),
     }  # fmt: skip
-    grid = (tile_bound(rows, tokens, groups, block_m), triton.cdiv(width, block_n), 1)
-    shift = 2 * width if own_columns else 0
-    numbers = (rows, tokens, width, slots, columns, stride, stride_h, shift, plane, offset)
+    grid = (tile_bound(g.rows, g.tokens, groups, block_m), triton.cdiv(width, block_n), 1)
+    numbers = (g.rows, g.tokens, width, g.slots, *g.numbers, offset)
     return Launcher(lora_gated_kernel, grid, numbers, constants, t.warps, 1)
+
+
+def _chosen(
+    g: Given, width: int, offset: int, piece: int, act: str, b: Tensor, row_slots: Tensor, order: Tensor,
+    offsets: Tensor, starts: Tensor, ranks: Tensor,
+) -> tuple[Launcher, tuple[Tensor, ...]]:  # fmt: skip
+    """The launcher, and its pointers after the output."""
+    kind, own = g.kernel, (width, offset, piece, act)
+    if kind == ROWS:
+        return _rows(g, *own), (b, row_slots, order, offsets, starts, ranks)
+    if kind == LONG:
+        return _long(g, *own), (b, row_slots, starts, ranks)
+    return _tiles(g, *own), (b, order, offsets, starts, ranks)
 
 
 def gated_laid(
     both: Tensor, rows: int, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
     ranks: Tensor, offset: int, n: int, bound: int, piece: int, act: str, lanes: int,
 ) -> Bound:  # fmt: skip
-    """As `triton_backend.expand_laid`: to be called with `both` and the one output [R * T, n / 2]. offset: of slice 1
-    in b."""
-    (count, columns), slots, width = both.shape, starts.shape[1], n // 2
-    if few(count, slots):
-        each = _rows(
-            count, count // rows, width, slots, columns, bound, b.dtype, precision(b.dtype), offset, piece, act, lanes,
-            both.device,
-        )  # fmt: skip
-        return Bound(each, 1, b, row_slots, order, offsets, starts, ranks)
-    run = _tiles(
-        rows, count // rows, width, slots, (columns - n) // lanes, True, columns, columns, 0, 1, b.dtype,
-        precision(b.dtype), offset, piece, act, lanes, both.device,
-    )  # fmt: skip
-    return Bound(run, 1, b, order, offsets, starts, ranks)
+    """As `triton_laid.expand_laid`: to be called with `both` and the one output [R * T, n / 2]. offset: of slice 1 in
+    b."""
+    given, tables = of_laid(both, rows, b, starts, n, bound, lanes), (row_slots, order, offsets, starts, ranks)
+    run, last = _chosen(given, n // 2, offset, piece, act, b, *tables)
+    return Bound(run, 1, *last)
 
 
 def gated_parts(
-    y: Tensor, h: Tensor, out: Tensor, b: Tensor, order: Tensor, offsets: Tensor, starts: Tensor, ranks: Tensor,
-    offset: int, piece: int, act: str, lanes: int,
+    y: Tensor, h: Tensor, out: Tensor, b: Tensor, row_slots: Tensor, order: Tensor, offsets: Tensor, starts: Tensor,
+    ranks: Tensor, offset: int, piece: int, act: str, lanes: int,
 ) -> None:  # fmt: skip
-    """As `triton_backend.expand_parts`: y [R, T, N], h [Z, R, T, lanes * max_rank] -> out [R, T, N / 2]."""
-    (rows, tokens, n), slots, (planes, _, _, columns) = y.shape, starts.shape[1], h.shape
-    run = _tiles(
-        rows, tokens, n // 2, slots, columns // lanes, False, n, columns, rows * tokens * columns, planes, b.dtype,
-        precision(b.dtype), offset, piece, act, lanes, y.device,
-    )  # fmt: skip
-    run(y, h, out, b, order, offsets, starts, ranks)
+    """As `triton_laid.expand_parts`: y [R, T, N], h [Z, R, T, lanes * max_rank] -> out [R, T, N / 2]."""
+    given, tables = of_parts(y, h, b, starts, lanes), (row_slots, order, offsets, starts, ranks)
+    run, last = _chosen(given, y.shape[2] // 2, offset, piece, act, b, *tables)
+    run(y, h, out, *last)

@@ -102,8 +102,8 @@ def run(merged: Merged, x: Tensor, product: Product | None = None) -> list[Tenso
         h = backend.shrink(rows.to(a.dtype), a, *of_h, bound, early=True)
         if product is None:
             rest = merged.slices, merged.even, merged.lanes
-            backend.expand_parts(y, h, outs, merged.b, *tables, *rest)  # type: ignore[misc]
+            backend.expand_parts(y, h, outs, merged.b, table.row_slots, *tables, *rest)  # type: ignore[misc]
         else:
             last = merged.places[1], *product, merged.lanes
-            backend.gated_parts(y, h, *outs, merged.b, *tables, *last)  # type: ignore[misc]
+            backend.gated_parts(y, h, *outs, merged.b, table.row_slots, *tables, *last)  # type: ignore[misc]
     return outs  # type: ignore[return-value]

@@ -34,14 +34,14 @@ SHAPES = [
 @pytest.mark.parametrize(("rows", "tokens", "width", "r"), SHAPES)
 @torch.no_grad()
 def test_kernels(rows: int, tokens: int, width: int, r: int, dtype: torch.dtype, monkeypatch: Any) -> None:
-    from hf_multilora.kernels import triton_backend
+    from hf_multilora.kernels import triton_laid
 
     mix = "one" if rows == 1 else "all distinct"
     c = pair(dtype, width, rows=rows, tokens=tokens, r=r, k=256, mix=mix, device="cuda")
     for piece, act in enumerate(ACTS):
         check(c, laid(c, piece, act), piece, act)
         check(c, after_shrink(c, piece, act), piece, act)
-    monkeypatch.setattr(triton_backend, "FEW", 0)
+    monkeypatch.setattr(triton_laid, "FEW", 0)
     check(c, laid(c, 0, "silu"), 0, "silu")
 
 

@@ -17,11 +17,10 @@ from triton.compiler import ASTSource
 
 from hf_multilora.kernels import triton_experts as experts
 from hf_multilora.kernels import triton_gated as gated
+from hf_multilora.kernels import triton_laid as laid
 from hf_multilora.kernels.lora_expand import lora_expand_kernel
-from hf_multilora.kernels.lora_gated import lora_gated_kernel, lora_gated_rows_kernel
-from hf_multilora.kernels.lora_rows import lora_expand_rows_kernel
 from hf_multilora.kernels.lora_shrink import lora_shrink_kernel
-from hf_multilora.kernels.triton_backend import FIXED, LONG, _expand_rows, tiles
+from hf_multilora.kernels.triton_backend import FIXED, LOW, tiles
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a block can have
 TABLES = {name: "*i32" for name in ("order", "offsets", "starts", "ranks")}
@@ -66,52 +65,61 @@ def compiled_experts(target: int, dtype: str, precision: str) -> dict[str, Any]:
     return found
 
 
-def compiled_rows(target: int, dtype: str) -> dict[str, Any]:
-    """The expand for few tokens, by what the launcher chooses."""
-    found, kind = {}, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    data = (
-        TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}") | {"row_slots": "*i32"}
-    )
-    exact = {"bf16": "tf32x3", "fp32": "ieee"}[dtype]
-    for bound, pieces, lanes, even in (
-        (16, 3, 3, True), (16, 3, 1, True), (64, 1, 1, True), (64, 3, 3, True), (8, 2, 2, False)
+def given(dtype: str, own: bool, lanes: int, bound: int, tokens: int) -> laid.Given:
+    """8 rows of an 8B shape; h in 4 planes where it has no column for every rank row."""
+    columns = bound if not own else 8 * bound
+    place = (28928, 28928, 28672, 0, 1) if own else (28672, lanes * bound, 0, 1 << 20, 4)
+    kind, exact = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], DTYPES[dtype][0]
+    return laid.Given(8, tokens, 8, lanes, *place, columns, bound, own, kind, exact, torch.device("cpu"))
+
+
+def compiled_laid(target: int, dtype: str) -> dict[str, Any]:
+    """Of linears that are laid: for few tokens and for prompts, by what the launchers choose."""
+    found = {}
+    data = TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}")
+    data |= {"row_slots": "*i32"}
+    for bound, pieces, lanes, own, even in (
+        (16, 3, 3, True, True), (16, 3, 1, True, True), (64, 1, 1, True, True), (64, 3, 3, False, True),
+        (8, 2, 2, True, False),
     ):  # fmt: skip
-        made = _expand_rows(8, 1, 6144, 8, pieces, lanes, 6528, bound, kind, exact, even, torch.device("cpu"))
-        constants = made.constants | {"PDL": target >= 90}
-        pointers = data | ({"slices": "*i64"} if pieces > 1 else {})
-        if pieces == 1:
-            constants["slices"] = None
-        warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
-        name = f"expand, few tokens, {pieces} slices in {lanes} lanes, {constants['BLOCK_R']} ranks"
-        found[name] = compiled(lora_expand_rows_kernel, pointers, constants, target, warps, stages, even)
+        for make in (laid._rows, laid._long):
+            if make is laid._long and dtype == "fp32":  # 16 bits only
+                continue
+            made = make(given(dtype, own, lanes, bound, 1024), 6144, pieces, even)
+            pointers = data | ({"slices": "*i64"} if pieces > 1 else {}) | ({} if own else {"h": "*fp32"})
+            constants = made.constants | {"PDL": target >= 90} | ({"slices": None} if pieces == 1 else {})
+            name = f"{made.kernel.fn.__name__}, {pieces} slices in {lanes} lanes, {constants['BLOCK_R']} ranks"
+            found[name] = of_launcher(made, pointers, constants, target, even)
     return found
 
 
 def compiled_gated(target: int, dtype: str) -> dict[str, Any]:
     """Of gated MLPs, by what the launchers choose."""
-    found, kind = {}, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    found = {}
     data = TABLES | dict.fromkeys(("y", "h", "out", "b"), f"*{dtype}") | {"row_slots": "*i32"}
-    device, exact = torch.device("cpu"), {"bf16": "tf32x3", "fp32": "ieee"}[dtype]
-    for act, piece, tokens, own, lanes in (
-        ("silu", 0, 8, True, 2), ("silu", 0, 8, True, 1), ("gelu_tanh", 1, 64, False, 2), ("silu", 0, 1 << 13, False, 1)
+    for act, piece, own, lanes in (
+        ("silu", 0, True, 2), ("silu", 0, True, 1), ("gelu_tanh", 1, False, 2), ("silu", 0, False, 1)
     ):  # fmt: skip
-        columns = 16 if own else 64
-        rows = gated._rows(8, 1, 14336, 8, 28928, columns, kind, exact, 1 << 20, piece, act, lanes, device)
-        place = (columns, own, 28928, 2 * columns, 0, 1 if own else 4)
-        tiled = gated._tiles(8, tokens, 14336, 8, *place, kind, exact, 1 << 20, piece, act, lanes, device)
-        for kernel, made in ((lora_gated_rows_kernel, rows), (lora_gated_kernel, tiled)):
-            constants = made.constants | {"PDL": target >= 90 and tokens < 64}
-            pointers = data if own or kernel is lora_gated_rows_kernel else data | {"h": "*fp32"}
-            warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
-            name = f"{kernel.fn.__name__}, {act}, {tokens} tokens, {lanes} lanes"
-            found[name] = compiled(kernel, pointers, constants, target, warps, stages, True)
+        for make in (gated._rows, gated._long, gated._tiles):
+            if make is gated._long and dtype == "fp32":
+                continue
+            made = make(given(dtype, own, lanes, 16 if own else 64, 1024), 14336, 1 << 20, piece, act)
+            pointers = data if own else data | {"h": "*fp32"}
+            name = f"{made.kernel.fn.__name__}, {act}, {lanes} lanes, {'[y | h]' if own else 'y, h'}"
+            found[name] = of_launcher(made, pointers, made.constants | {"PDL": target >= 90}, target, True)
     return found
+
+
+def of_launcher(made: Any, pointers: dict[str, str], constants: dict[str, Any], target: int, aligned: bool) -> Any:
+    used = {name: kind for name, kind in pointers.items() if name in made.kernel.arg_names}
+    warps, stages = (made.options[name] for name in ("num_warps", "num_stages"))
+    return compiled(made.kernel, used, constants, target, warps, stages, aligned)
 
 
 def main(targets: list[int]) -> int:
     worst = 0
     for target, (dtype, (precision, width)) in itertools.product(targets, DTYPES.items()):
-        for t in (FIXED, tiles(1 << 16, 8, 128, width), LONG):  # the smallest, the largest, and of low ranks
+        for t in (FIXED, tiles(1 << 16, 8, 128, width), LOW):  # the smallest, the largest, and of low ranks
             common = {"SLOTS": 16, "BLOCK_M": t.block_m, "BLOCK_R": t.block_r}
             common |= {"PRECISION": precision, "STEPS": 1 + (width == 4)}
             data = TABLES | {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
@@ -124,8 +132,7 @@ def main(targets: list[int]) -> int:
             ):  # fmt: skip
                 constants = common | {
                     "BLOCK_N": t.block_n, "SLICES": pieces, "LANES": lanes, "PLANES": planes, "OWN_COLUMNS": own,
-                    "SCALE": pieces > 1, "BIAS": pieces > 1, "LOOP": t.loop,
-                    "PDL": early, "EVEN": True,
+                    "SCALE": pieces > 1, "BIAS": pieces > 1, "PDL": early, "EVEN": True,
                 }  # fmt: skip
                 pointers = data | {"h": f"*{dtype}" if own else "*fp32"}
                 extra = {"slices": "*i64", "scale": f"*{dtype}", "bias": f"*{dtype}"}
@@ -138,7 +145,7 @@ def main(targets: list[int]) -> int:
             for name, kernel in found.items():
                 worst = max(worst, kernel.metadata.shared / SHARED[target])
                 print(f"sm_{target} {dtype} {t.block_m} x {t.block_r} {name}: {kernel.metadata.shared} bytes shared")
-        rest = compiled_rows(target, dtype) | compiled_gated(target, dtype)
+        rest = compiled_laid(target, dtype) | compiled_gated(target, dtype)
         for name, kernel in (rest | compiled_experts(target, dtype, precision)).items():
             worst = max(worst, kernel.metadata.shared / SHARED[target])
             print(f"sm_{target} {dtype} {name}: {kernel.metadata.shared} bytes shared")

@@ -26,6 +26,11 @@ INTERPRETED = pytest.mark.skipif(
 )
 KERNELS = [pytest.param(name, marks=INTERPRETED) for name in (TRITON, TRITON_FIXED)]  # on the CPU
 BACKENDS = [TORCH, *KERNELS]
+EXPANDS: dict[str, dict[str, int]] = {  # constants of triton_laid.py that make it choose a kernel
+    "rows": {"FEW": 1 << 20, "FEW_PER_SLOT": 1 << 20},
+    "long": {"FEW": 0, "LONG_TOKENS": 1},  # for 16 bits
+    "tiles": {"FEW": 0, "LONG_TOKENS": 1 << 20},
+}
 # What differs from case()'s defaults: R = 6, T = 7, K = 37, N = 51, S = 5, r = 8
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -195,6 +200,11 @@ def by_rows(c: Case, dtype: torch.dtype, rows: Sequence[int] | None = None) -> t
                 total = total + c.bias[slot, columns].to(dtype)
             h[row][:, own], out[row][:, columns] = some, total
     return h, out
+
+
+def dtype_for(kernel: str, half: bool = False) -> torch.dtype:
+    """A case's for a kernel of EXPANDS: the one for prompts takes 16 bits only."""
+    return torch.float16 if half or kernel == "long" else torch.float32
 
 
 def within(got: Tensor, truth: Tensor, plain: Tensor, floor: int = 2) -> bool:

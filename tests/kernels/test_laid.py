@@ -23,6 +23,7 @@ from tests.kernels.suite import (
     case,
     closed,
     crowded,
+    dtype_for,
     nan_filled,
     own_columns,
     with_one_a,
@@ -40,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # widths, and what differs from case()'s 
     "many rows": {"widths": (9, 20), "rows": 19, "tokens": 1},
     "long rows": {"widths": (9, 20), "rows": 2, "tokens": 5},
     "bound above the ranks": {"widths": (9, 20), "bound": 33},
+    "bound above what is multiplied at once": {"widths": (9, 20), "bound": 70},
 }
 RANKS = (1, 8, 13, 16, 40)
 
@@ -68,9 +70,10 @@ def after_shrink(c: Case, name: str = TRITON, lanes: int | None = None) -> list[
     with nan_filled():
         h = kernels.shrink(c.x, a, order, offsets, starts[:lanes], ranks[:lanes], c.max_rank, early=True)
     assert kernels.expand_parts is not None
+    tables = order, offsets, starts, ranks, c.extras()["slices"]
     kernels.expand_parts(
-        c.y, h, outs, c.b, order, offsets, starts, ranks, c.extras()["slices"], even(c), lanes
-    )  # fmt: skip
+        c.y, h, outs, c.b, torch.tensor(c.rows, dtype=torch.int32, device=c.x.device), *tables, even(c), lanes
+    )
     return outs
 
 
@@ -114,24 +117,11 @@ def check(c: Case, run: Any) -> None:
             assert torch.equal(got[row], c.y[row])
 
 
-@pytest.fixture(params=[64, 0], ids=["few tokens", "tiles"])
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(triton_backend(), "FEW", request.param)
-    return int(request.param)
-
-
-def triton_backend() -> Any:
-    from hf_multilora.kernels import triton_backend
-
-    return triton_backend
-
-
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("r", RANKS)
-@pytest.mark.parametrize(("tokens", "few"), [(1, 64), (3, 64), (3, 0)])
-def test_equals_a_loop_over_rows(monkeypatch: pytest.MonkeyPatch, tokens: int, few: int, r: int, mix: str) -> None:
-    monkeypatch.setattr(triton_backend(), "FEW", few)
-    dtype = torch.float16 if r in (1, 16) else torch.float32
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_equals_a_loop_over_rows(kernel: str, tokens: int, r: int, mix: str) -> None:
+    dtype = dtype_for(kernel, r in (1, 16))
     check(case(dtype, r, tokens, mix, rows=4, widths=(16, 40, 7)[: 1 + RANKS.index(r) % 3]), laid)
 
 
@@ -142,28 +132,41 @@ def test_many_tokens_of_one_slot(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, slots: int, r: int
 ) -> None:
     """Above rank 16 they are computed together, as many as fit; fewer, and those of the base, by themselves."""
-    monkeypatch.setattr(triton_backend(), "FEW_PER_SLOT", 64)
+    from hf_multilora.kernels import triton_laid
+
+    monkeypatch.setattr(triton_laid, "FEW_PER_SLOT", 64)
     c = case(dtype, r, tokens, rows=45, slots=slots, widths=(16, 40, 7))
     check(replace(c, rows=crowded(slots)), laid)
     check(replace(with_one_a(c), rows=crowded(slots)), laid_with_one_a)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(few: int, shape: str) -> None:
-    dtype = torch.float16 if shape in ("two", "four", "whole") else torch.float32
+def test_shapes(kernel: str, shape: str) -> None:
+    dtype = dtype_for(kernel, shape in ("two", "four", "whole"))
     check(case(dtype, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape])), laid)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_after_a_shrink(shape: str) -> None:
-    dtype = torch.float16 if shape in ("two", "four", "whole") else torch.float32
-    check(case(dtype, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape])), after_shrink)
+def test_after_a_shrink(kernel: str, shape: str) -> None:
+    """h in several planes too, as K is cut in two."""
+    dtype = dtype_for(kernel, shape in ("two", "four", "whole"))
+    c = case(dtype, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape] | ({"k": 520} if shape == "two" else {})))
+    check(c, after_shrink)
+
+
+@pytest.mark.parametrize("tokens", [33, 150])
+@pytest.mark.parametrize("r", [16, 40])
+def test_prompts(r: int, tokens: int) -> None:
+    """In one chunk, and in several."""
+    c = case(torch.float16, r, tokens, rows=3, widths=(140, 7))
+    check(c, laid)
+    check(c, after_shrink)
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("r", "widths"), [(1, (16, 40)), (13, (64, 32, 33)), (16, (16, 3, 7, 20)), (40, (16, 32))])
-def test_one_a_for_all(few: int, widths: tuple[int, ...], r: int, mix: str) -> None:
-    dtype = torch.float16 if r in (1, 16) else torch.float32
+def test_one_a_for_all(kernel: str, widths: tuple[int, ...], r: int, mix: str) -> None:
+    dtype = dtype_for(kernel, r in (1, 16))
     c = with_one_a(case(dtype, r, 3, mix, rows=4, widths=widths))
     check(c, laid_with_one_a)
     check(c, after_shrink_with_one_a)
@@ -174,18 +177,18 @@ def test_one_a_for_all(few: int, widths: tuple[int, ...], r: int, mix: str) -> N
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if len(SHAPES[name]["widths"]) > 1])
-def test_shapes_with_one_a(few: int, shape: str) -> None:
+def test_shapes_with_one_a(kernel: str, shape: str) -> None:
     c = with_one_a(case(torch.float16, **({"tokens": 3, "rows": 4, "r": 5} | SHAPES[shape])))
     check(c, laid_with_one_a)
     check(c, after_shrink_with_one_a)
 
 
-def test_y_of_another_dtype_than_b(few: int) -> None:
+def test_y_of_another_dtype_than_b(kernel: str) -> None:
     """Under autocast [y | h] is coarser than B."""
     check(case(tokens=1, rows=4, widths=(16, 9)).to(y=torch.float16), laid)
 
 
-def test_a_launch_that_is_kept_serves_every_mix(few: int) -> None:
+def test_a_launch_that_is_kept_serves_every_mix(kernel: str) -> None:
     """Tables are rewritten in place, slots get other rank rows; [y | h] and outputs are other tensors each time."""
     c = case(tokens=1, rows=6, widths=(16, 9), mix="all base")
     y, _ = own_columns(c)

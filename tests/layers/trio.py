@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_multilora.kernels import triton_backend
+from hf_multilora.kernels import triton_laid
 from hf_multilora.layers import merged as merged_file
 from hf_multilora.layers import slots as slots_file
 from hf_multilora.layers.merged import Merged
@@ -219,7 +219,7 @@ class Trio:
 def setting(monkeypatch: pytest.MonkeyPatch, way: str) -> str:
     """Set the constants of a way."""
     for name, value in WAYS[way][1].items():
-        monkeypatch.setattr(triton_backend if name == "FEW" else slots_file, name, value)
+        monkeypatch.setattr(triton_laid if name == "FEW" else slots_file, name, value)
     return way
 
 
