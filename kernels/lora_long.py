@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .lora_expand import find_columns, h_of, of_slice, product, summed
+from .lora_expand import find_columns, h_of, of_slice, product
 from .lora_gated import product_of
 
 
@@ -26,12 +26,13 @@ def find_chunk(tiles, chunks, chunk, tokens):
 @triton.jit(do_not_specialize=["tokens", "slots", "chunk", "chunks", "tiles"])  # one compiled kernel for all batches
 def lora_expand_long_kernel(
     y, h, out, out_1, out_2, out_3, b, row_slots, starts, ranks, slices,
-    tokens, n, slots, max_rank, stride_y, stride_h, shift, plane, chunk, chunks, tiles,
-    SLICES: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+    tokens, n, slots, max_rank, stride_y, stride_h, shift, chunk, chunks, tiles,
+    SLICES: tl.constexpr, LANES: tl.constexpr, OWN_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk of its tokens, tile of columns) writes out[these tokens, columns]. No rank is above BLOCK_R.
+    """Program (row, chunk of its tokens, tile of columns) writes out[these tokens, columns]. h is in one plane,
+    no rank above BLOCK_R.
 
     chunks: of a row; `chunk` tokens each. tiles: of columns.
     """
@@ -58,7 +59,7 @@ def lora_expand_long_kernel(
             token = low + tl.arange(0, BLOCK_M)[:, None]
             edge = (token < end - first) & inside[None, :]
             total = tl.load(y_tile + token * stride_y, mask=edge, other=0.0).to(tl.float32)
-            some_h = summed(h_tile + token * stride_h, (token < end - first) & own[None, :], plane, PLANES)
+            some_h = tl.load(h_tile + token * stride_h, mask=(token < end - first) & own[None, :], other=0.0)
             total = product(some_h, some_b, total, kind == tl.bfloat16, PRECISION)
             tl.store(out_tile + token * width, total.to(kind), mask=edge)
 
@@ -66,8 +67,8 @@ def lora_expand_long_kernel(
 @triton.jit(do_not_specialize=["tokens", "slots", "chunk", "chunks", "tiles"])  # one compiled kernel for all batches
 def lora_gated_long_kernel(
     y, h, out, b, row_slots, starts, ranks,
-    tokens, width, slots, max_rank, stride_y, stride_h, shift, plane, offset, chunk, chunks, tiles,
-    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, PLANES: tl.constexpr, OWN_COLUMNS: tl.constexpr,
+    tokens, width, slots, max_rank, stride_y, stride_h, shift, offset, chunk, chunks, tiles,
+    GATE: tl.constexpr, ACT: tl.constexpr, LANES: tl.constexpr, OWN_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -98,9 +99,9 @@ def lora_gated_long_kernel(
         edge = live & inside[None, :]
         total_0 = tl.load(y_tile + token * stride_y, mask=edge, other=0.0).to(tl.float32)
         total_1 = tl.load(y_tile + token * stride_y + width, mask=edge, other=0.0).to(tl.float32)
-        some_h = summed(h_0 + token * stride_h, live & own_0[None, :], plane, PLANES)
+        some_h = tl.load(h_0 + token * stride_h, mask=live & own_0[None, :], other=0.0)
         total_0 = product(some_h, some_0, total_0, kind == tl.bfloat16, PRECISION)
-        some_h = summed(h_1 + token * stride_h, live & own_1[None, :], plane, PLANES)
+        some_h = tl.load(h_1 + token * stride_h, mask=live & own_1[None, :], other=0.0)
         total_1 = product(some_h, some_1, total_1, kind == tl.bfloat16, PRECISION)
         if GATE == 0:
             found = product_of(total_0, total_1, kind, ACT)

@@ -23,7 +23,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 def _rows(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
     constants = {"GATE": piece, "ACT": act} | rows_constants(g, FEW_BYTES) | {"PDL": dependent_launch(g.device)}
     grid = (triton.cdiv(width, constants["BLOCK_N"]), g.rows * g.tokens, 1)
-    numbers = (g.tokens, width, g.slots, *g.numbers, offset)
+    numbers = (g.tokens, width, g.slots, *g.numbers, g.plane, offset)
     return Launcher(lora_gated_rows_kernel, grid, numbers, constants, 1, 1)
 
 
@@ -42,11 +42,11 @@ def _tiles(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
     low = bound <= 16 and g.dtype.itemsize == 2
     block_m, block_n = (LOW.block_m, LOW.block_n // 2) if low else (t.block_m, 64)
     constants = {"GATE": piece, "ACT": act} | g.constants | {
-        "SLOTS": triton.next_power_of_2(g.slots + 1), "BLOCK_M": block_m, "BLOCK_R": t.block_r, "BLOCK_N": block_n,
-        "STEPS": steps(g.dtype), "PRECISION": g.exact, "PDL": dependent_launch(g.device),
+        "PLANES": g.planes, "SLOTS": triton.next_power_of_2(g.slots + 1), "BLOCK_M": block_m, "BLOCK_R": t.block_r,
+        "BLOCK_N": block_n, "STEPS": steps(g.dtype), "PRECISION": g.exact, "PDL": dependent_launch(g.device),
     }  # fmt: skip
     grid = (tile_bound(g.rows, g.tokens, groups, block_m), triton.cdiv(width, block_n), 1)
-    numbers = (g.rows, g.tokens, width, g.slots, *g.numbers, offset)
+    numbers = (g.rows, g.tokens, width, g.slots, *g.numbers, g.plane, offset)
     return Launcher(lora_gated_kernel, grid, numbers, constants, t.warps, 1)
 
 

@@ -61,17 +61,17 @@ class Given(NamedTuple):
         """Which of the three."""
         if self.rows * self.tokens <= min(FEW, FEW_PER_SLOT * self.slots):
             return ROWS
-        long = self.tokens >= LONG_TOKENS and self.bound <= LONG_RANK and self.dtype.itemsize == 2
-        return LONG if long else TILES
+        whole = self.planes == 1 and self.bound <= LONG_RANK and self.dtype.itemsize == 2
+        return LONG if whole and self.tokens >= LONG_TOKENS else TILES
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The kernels' parameters max_rank ... plane."""
-        return self.max_rank, self.stride_y, self.stride_h, self.shift, self.plane
+        """The kernels' parameters max_rank ... shift."""
+        return self.max_rank, self.stride_y, self.stride_h, self.shift
 
     @property
     def constants(self) -> dict[str, object]:
-        return {"LANES": self.lanes, "PLANES": self.planes, "OWN_COLUMNS": self.own_columns}
+        return {"LANES": self.lanes, "OWN_COLUMNS": self.own_columns}
 
 
 def of_laid(both: Tensor, rows: int, b: Tensor, starts: Tensor, n: int, bound: int, lanes: int) -> Given:
@@ -102,7 +102,7 @@ def group_of(bound: int) -> int:
 def rows_constants(g: Given, width: int) -> dict[str, object]:
     """width: bytes of a row of B for each program."""
     return g.constants | {
-        "GROUP": group_of(g.bound), "BLOCK_R": min(triton.next_power_of_2(g.bound), 32),
+        "PLANES": g.planes, "GROUP": group_of(g.bound), "BLOCK_R": min(triton.next_power_of_2(g.bound), 32),
         "BLOCK_N": width // g.dtype.itemsize, "STEPS": steps(g.dtype), "PRECISION": g.exact,
     }  # fmt: skip
 
@@ -121,7 +121,7 @@ def _rows(g: Given, n: int, pieces: int, even: bool) -> Launcher:
     constants = {"SLICES": pieces} | rows_constants(g, LOW_BYTES if g.bound <= 16 else FEW_BYTES)
     constants |= {"EVEN": even, "PDL": dependent_launch(g.device)}
     grid = (triton.cdiv(n, constants["BLOCK_N"]) + pieces - 1, g.rows * g.tokens, 1)
-    return Launcher(lora_expand_rows_kernel, grid, (g.tokens, n, g.slots, *g.numbers), constants, 1, 1)
+    return Launcher(lora_expand_rows_kernel, grid, (g.tokens, n, g.slots, *g.numbers, g.plane), constants, 1, 1)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -25,16 +25,22 @@ DENSE_ROWS_CPU = 128  # of its rank rows, beyond which those of other slots cost
 # faster than shrink + expand, or as fast; beyond, the other slots' rank rows cost more than they save.
 DENSE_WORK = 1 << 20
 # These are read whatever the batch holds: 1,024 of them cost 8 rows of an 8B shape 7%, shrink + expand cost them 10%.
-# In between by interpolation, not measured.
-DENSE_ROWS = 1536
+# 4,096 cost 256 tokens as much as seven linears, shrink + expand by tiles 2.4 times that. In between by interpolation.
+DENSE_ROWS, DENSE_ROWS_PER_TOKEN = 1536, 16
 
 
-def dense_tokens(backend: Backend, width: int, on_cuda: bool) -> int:
-    """Tokens of a call up to which they are multiplied with the rank rows of all slots, `width` rows of each module:
-    the measured rule."""
+def dense_tokens(width: int, on_cuda: bool) -> int:
+    """Tokens of a call up to which the torch backend multiplies them with the rank rows of all slots, `width` rows of
+    each module."""
+    return sys.maxsize if on_cuda else DENSE_TOKENS_CPU if width <= DENSE_ROWS_CPU else 0
+
+
+def dense(backend: Backend, tokens: int, width: int, on_cuda: bool) -> bool:
+    """Whether so many tokens of a call are multiplied with the rank rows of all slots: the measured rule."""
     if backend.name == TORCH:
-        return sys.maxsize if on_cuda else DENSE_TOKENS_CPU if width <= DENSE_ROWS_CPU else 0
-    return 0 if backend.fixed or width > DENSE_ROWS else DENSE_WORK // max(width, 1)
+        return tokens <= dense_tokens(width, on_cuda)
+    most = max(DENSE_ROWS, DENSE_ROWS_PER_TOKEN * tokens)
+    return not backend.fixed and width <= most and tokens * width <= DENSE_WORK
 
 
 class ModuleSlots(SlotRows):
@@ -85,7 +91,7 @@ class ModuleSlots(SlotRows):
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
         fixed(self.a_used, self.b_used)
         self._see()
-        self.dense_tokens = dense_tokens(self.backend, width, self.a.is_cuda) if self.backend.name == TORCH else 0
+        self.dense_tokens = dense_tokens(width, self.a.is_cuda) if self.backend.name == TORCH else 0
         if self.merged is not None:
             self.merged.look()
         self.looked = True

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .rows import ONE
-from .slots import dense_tokens
+from .slots import dense
 from .traced import expand_plainly, expand_traced, gated_traced
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run(merged: Merged, x: Tensor, product: Product | None = None) -> list[Tenso
     capturing = routing.capturing  # then the whole pool: what is loaded later must be there
     weight, bias = (merged.buffer, merged.bias_buffer) if capturing else merged.used
     width = (weight.shape[0] - merged.n) // merged.lanes if capturing else merged.width
-    many = rows.shape[0] * rows.shape[1] > dense_tokens(backend, width, merged.buffer.is_cuda)
+    many = not dense(backend, rows.shape[0] * rows.shape[1], width, merged.buffer.is_cuda)
     bound = joint.most if capturing else joint.bound
     shapes = [(*x.shape[:-1], size) for size in (merged.sizes if product is None else merged.sizes[:1])]
     gradients = torch.is_grad_enabled() and rows.requires_grad

@@ -66,9 +66,9 @@ def compiled_experts(target: int, dtype: str, precision: str) -> dict[str, Any]:
 
 
 def given(dtype: str, own: bool, lanes: int, bound: int, tokens: int) -> laid.Given:
-    """8 rows of an 8B shape; h in 4 planes where it has no column for every rank row."""
-    columns = bound if not own else 8 * bound
-    place = (28928, 28928, 28672, 0, 1) if own else (28672, lanes * bound, 0, 1 << 20, 4)
+    """8 rows of an 8B shape; h in 4 planes of those of few tokens where it has no column for every rank row."""
+    columns, planes = bound if not own else 8 * bound, 1 if own or tokens >= laid.LONG_TOKENS else 4
+    place = (28928, 28928, 28672, 0, 1) if own else (28672, lanes * bound, 0, 1 << 20, planes)
     kind, exact = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], DTYPES[dtype][0]
     return laid.Given(8, tokens, 8, lanes, *place, columns, bound, own, kind, exact, torch.device("cpu"))
 
@@ -85,7 +85,7 @@ def compiled_laid(target: int, dtype: str) -> dict[str, Any]:
         for make in (laid._rows, laid._long):
             if make is laid._long and dtype == "fp32":  # 16 bits only
                 continue
-            made = make(given(dtype, own, lanes, bound, 1024), 6144, pieces, even)
+            made = make(given(dtype, own, lanes, bound, 1024 if make is laid._long else 1), 6144, pieces, even)
             pointers = data | ({"slices": "*i64"} if pieces > 1 else {}) | ({} if own else {"h": "*fp32"})
             constants = made.constants | {"PDL": target >= 90} | ({"slices": None} if pieces == 1 else {})
             name = f"{made.kernel.fn.__name__}, {pieces} slices in {lanes} lanes, {constants['BLOCK_R']} ranks"
@@ -103,7 +103,13 @@ def compiled_gated(target: int, dtype: str) -> dict[str, Any]:
         for make in (gated._rows, gated._long, gated._tiles):
             if make is gated._long and dtype == "fp32":
                 continue
-            made = make(given(dtype, own, lanes, 16 if own else 64, 1024), 14336, 1 << 20, piece, act)
+            made = make(
+                given(dtype, own, lanes, 16 if own else 64, 1024 if make is gated._long else 1),
+                14336,
+                1 << 20,
+                piece,
+                act,
+            )
             pointers = data if own else data | {"h": "*fp32"}
             name = f"{made.kernel.fn.__name__}, {act}, {lanes} lanes, {'[y | h]' if own else 'y, h'}"
             found[name] = of_launcher(made, pointers, made.constants | {"PDL": target >= 90}, target, True)
