@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
 from tests.gpu.test_host import model_of
+from tests.kernels.suite import EXPANDS
 from tests.kernels.test_gated import ACTS, after_shrink, check, laid, pair
 from tests.layers.test_gated import ADAPTERS, MIXES, asked  # noqa: F401 (a fixture)
 from tests.tiny import Family, assert_rows, llama, logits, same_ids
@@ -41,8 +42,11 @@ def test_kernels(rows: int, tokens: int, width: int, r: int, dtype: torch.dtype,
     for piece, act in enumerate(ACTS):
         check(c, laid(c, piece, act), piece, act)
         check(c, after_shrink(c, piece, act), piece, act)
-    monkeypatch.setattr(triton_laid, "FEW", 0)
-    check(c, laid(c, 0, "silu"), 0, "silu")
+    for how in EXPANDS.values():
+        for name, value in how.items():
+            monkeypatch.setattr(triton_laid, name, value)
+        check(c, laid(c, 0, "silu"), 0, "silu")
+        check(c, after_shrink(c, 0, "silu"), 0, "silu")
 
 
 @pytest.fixture(scope="module")

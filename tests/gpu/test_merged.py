@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.gpu.exact import exact  # noqa: F401 (a fixture for every test here)
+from tests.kernels.suite import EXPANDS, case, with_one_a
 from tests.kernels.suite import MIXES as KINDS
-from tests.kernels.suite import case, with_one_a
 from tests.kernels.test_laid import (
     after_shrink,
     after_shrink_with_one_a,
@@ -77,7 +77,16 @@ def ask(trio: Trio, x: Tensor, names: Names) -> dict[str, Tensor]:
     [(torch.bfloat16, 1), (torch.bfloat16, 16), (torch.bfloat16, 40), (torch.float16, 8), (torch.float32, 13)],
 )
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (6, 1), (64, 1), (6, 11), (4, 300)])
-def test_kernels(dtype: torch.dtype, r: int, rows: int, tokens: int) -> None:
+def test_kernels(dtype: torch.dtype, r: int, rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_multilora.kernels import triton_laid
+
+    for how in EXPANDS.values():
+        c = case(dtype, r, tokens, rows=rows, widths=(256, 64, 64), device="cuda")
+        with monkeypatch.context() as patch:
+            for name, value in how.items():
+                patch.setattr(triton_laid, name, value)
+            check(c, laid)
+            check(c, after_shrink)
     for mix in KINDS:
         for widths in ((51,), (256, 64, 64), (16, 130, 7, 20)):
             c = case(dtype, r, tokens, mix, rows=rows, widths=widths, device="cuda")

@@ -58,6 +58,31 @@ REFUSED: list[tuple[str, bool, torch.device, torch.dtype, str]] = [
 
 
 @WITH_TRITON
+@pytest.mark.parametrize(
+    ("rows", "tokens", "slots", "bound", "dtype", "kernel"),
+    [
+        (8, 1, 8, 16, torch.bfloat16, "rows"),
+        (256, 1, 256, 64, torch.float32, "rows"),
+        (64, 1, 8, 16, torch.bfloat16, "tiles"),
+        (8, 31, 8, 16, torch.bfloat16, "tiles"),
+        (8, 32, 8, 16, torch.bfloat16, "long"),
+        (1, 70, 8, 64, torch.float16, "long"),
+        (1, 70, 8, 65, torch.float16, "tiles"),
+        (8, 512, 8, 16, torch.float32, "tiles"),
+    ],
+)
+def test_which_kernel_expands(rows: int, tokens: int, slots: int, bound: int, dtype: torch.dtype, kernel: str) -> None:
+    from hf_multilora.kernels.triton_laid import of_laid, of_parts
+
+    both, b, starts = torch.empty(rows * tokens, 40), torch.empty(0, dtype=dtype), torch.empty(1, slots)
+    assert of_laid(both, rows, b, starts, 8, bound, 1).kernel == kernel
+    y = torch.empty(rows, tokens, 8)
+    for planes in (1, 4):  # of h, which prompts have in one
+        h = torch.empty(planes, rows, tokens, bound)
+        assert of_parts(y, h, b, starts, 1).kernel == ("tiles" if planes > 1 and kernel == "long" else kernel)
+
+
+@WITH_TRITON
 @pytest.mark.parametrize(("setting", "fixed", "device", "dtype", "name"), CHOICES)
 def test_choice(setting: str, fixed: bool, device: torch.device, dtype: torch.dtype, name: str) -> None:
     chosen = choose(setting, fixed, device, dtype)

@@ -96,9 +96,11 @@ def operations(device: str, backends: Sequence[str], *, guarded: bool) -> int:
     return count
 
 
-def models(shop: Workshop, backend: str) -> int:
-    """Mixed batches of a tiny model, whose layers launch the kernels as they do in use."""
-    shop.settings.backend = backend
+def models(shop: Workshop, backend: str, dtype: torch.dtype) -> int:
+    """Mixed batches of a tiny model, whose layers launch the kernels as they do in use; those for prompts with 16 bits
+    only."""
+    shop.clear()
+    shop.settings.backend, shop.dtype = backend, dtype
     shop.use("tiny", None)
     adapters = {f"adapter-{i}": shop.make(i, rank) for i, rank in enumerate((5, 16, 1, 64))}
 
@@ -109,6 +111,7 @@ def models(shop: Workshop, backend: str) -> int:
     with shop.ours(4, adapters, rank=64) as ours:
         for work in WORKS:
             gate.check(ours, work, ids(work), truths[work], all_checks=work.rows < 5)
+    shop.clear()
     return len(WORKS)
 
 
@@ -119,7 +122,11 @@ def run(shop: Workshop, *, guarded: bool) -> int:
     torch.set_float32_matmul_precision("highest")
     cuda = shop.device.startswith("cuda")
     count = operations(shop.device, (TRITON, TRITON_FIXED) if cuda else (TORCH,), guarded=guarded)
-    return count + models(shop, TRITON if cuda else TORCH)
+    dtype = shop.dtype
+    for kind in (torch.float32, torch.bfloat16):
+        count += models(shop, TRITON if cuda else TORCH, kind)
+    shop.dtype = dtype
+    return count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
