@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..gates import Gate, activation_of
 from ..routing import Routing
+from . import traced
 from .base import state_of
 from .plain import plain_call
 from .slots import ModuleSlots
@@ -70,13 +71,16 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
     if gate is None or up is None or not (_lora_alone(gate) and _lora_alone(up)):
         return None
     slots: ModuleSlots = gate.__dict__["_lora"]
-    merged, index = slots.merged, slots.index
-    if merged is None or len(merged.members) != 2:
+    merged, index, tracing = slots.merged, slots.index, torch.compiler.is_compiling()
+    if merged is None or up.__dict__["_lora"].merged is not merged:
         return None
-    if merged.members[index][0] is not gate or merged.members[1 - index][0] is not up:
+    if not tracing and [module for module, _ in merged.members] != ([up, gate] if index else [gate, up]):
         return None
     kind = None if isinstance(act, nn.Module) and not plain_call(act) else activation_of(act)
-    return None if kind is None else merged.product(x, Product(index, kind))
+    if kind is None:
+        return None
+    what = Product(index, kind)
+    return traced.product(merged, gate, up, x, what) if tracing else merged.product(x, what)
 
 
 def _lora_alone(module: nn.Module) -> bool:

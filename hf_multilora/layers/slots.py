@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..kernels.backends import TORCH, Backend
+from ..kernels.backends import TORCH, TRITON
 from ..pool import BUCKET, fixed
 from ..routing import Routing
 from .rows import SlotRows
@@ -29,12 +29,12 @@ DENSE_WORK = 1 << 20
 DENSE_ROWS = 1536
 
 
-def dense_tokens(backend: Backend, width: int, on_cuda: bool) -> int:
+def dense_tokens(backend: str, width: int, on_cuda: bool) -> int:
     """Tokens of a call up to which they are multiplied with the rank rows of all slots, `width` rows of each module:
-    the measured rule."""
-    if backend.name == TORCH:
+    the measured rule. backend: its name."""
+    if backend == TORCH:
         return sys.maxsize if on_cuda else DENSE_TOKENS_CPU if width <= DENSE_ROWS_CPU else 0
-    return 0 if backend.fixed or width > DENSE_ROWS else DENSE_WORK // max(width, 1)
+    return DENSE_WORK // max(width, 1) if backend == TRITON and width <= DENSE_ROWS else 0
 
 
 class ModuleSlots(SlotRows):
@@ -85,7 +85,7 @@ class ModuleSlots(SlotRows):
         self.a_used, self.b_used = self.a[:width], self.b[:width]  # [w, K], [w, N]
         fixed(self.a_used, self.b_used)
         self._see()
-        self.dense_tokens = dense_tokens(self.backend, width, self.a.is_cuda) if self.backend.name == TORCH else 0
+        self.dense_tokens = dense_tokens(TORCH, width, self.a.is_cuda) if self.backend.name == TORCH else 0
         if self.merged is not None:
             self.merged.look()
         self.looked = True
