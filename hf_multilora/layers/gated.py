@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ..gates import Gate, activation_of
 from ..routing import Routing
-from . import traced
 from .base import state_of
 from .plain import plain_call
 from .slots import ModuleSlots
 from .together import Product
+from .traced import product_traced
 
 ATTRIBUTE = "_gated"  # of the MLP: the names of its children, and the routing
 NEITHER = None, None
@@ -80,7 +80,7 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
     if kind is None:
         return None
     what = Product(index, kind)
-    return traced.product(merged, gate, up, x, what) if tracing else merged.product(x, what)
+    return product_traced(merged, gate, up, x, what) if tracing else merged.product(x, what)
 
 
 def _lora_alone(module: nn.Module) -> bool:

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from ..kernels import ops  # noqa: F401 (registers the operations)
 from ..kernels.backends import TORCH, Backend
 from ..kernels.torch_backend import add_each, add_one, expand_gated
-from . import traced
 from .base import AdaptedLayer
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE, SlotRows
 from .slots import ModuleSlots
+from .traced import compute_traced
 
 EACH_WORK = 1 << 22  # numbers in the copies of A and B that are made for the rows of a call; beyond, grouped operations
 
@@ -33,7 +33,7 @@ class LoraLinear(AdaptedLayer, kind="linear"):
         one = len(args) + len(kwargs) == 1 and (args or "input" in kwargs) and isinstance(x, Tensor)
         if merged is not None and one:  # else the class's forward will refuse
             own: Any = self
-            out = traced.compute(merged, own, slots, x) if tracing else merged.compute(slots, x)
+            out = compute_traced(merged, own, slots, x) if tracing else merged.compute(slots, x)
             if out is not None:
                 return out
         path = slots.path()

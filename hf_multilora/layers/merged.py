@@ -29,9 +29,9 @@ class Merged:
 
     members: the linears and their rank rows, which are views of `buffer` and `b` while they are `laid`.
     one_a: they have one A (see one_a.py), so rank row p of all of them is row p of A, and `lanes` is 1, else L.
-    whole: all are. sizes: their output features. width: rank rows of each in the occupied prefix. used: views of that,
-    and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. wasted: runs
-    whose outputs the other members did not take.
+    whole: all are. told: what traced code reads, see traced.py. sizes: their output features. width: rank rows of each
+    in the occupied prefix. used: views of that, and not numbers, since a traced graph takes tensors as inputs and would
+    be traced anew for a number. wasted: runs whose outputs the other members did not take.
     """
 
     def __init__(

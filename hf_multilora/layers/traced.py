@@ -46,7 +46,7 @@ def tell(merged: Merged) -> Told | None:
     return " ".join(map(str, (backend, *numbers))), joint, weight, bias, merged.b, merged.slices
 
 
-def compute(merged: Merged, module: nn.Module, slots: ModuleSlots, x: Tensor) -> Tensor | None:
+def compute_traced(merged: Merged, module: nn.Module, slots: ModuleSlots, x: Tensor) -> Tensor | None:
     """`Merged.compute` in traced code. In an open request the mix is data, so that one graph serves every mix.
 
     The identity of x must do, as versions cannot be read: `siblings_of` has seen to it that nothing visible changes x
@@ -68,7 +68,7 @@ def compute(merged: Merged, module: nn.Module, slots: ModuleSlots, x: Tensor) ->
             if all(other is None for other in outs):
                 routing.shared = None  # else the graph would keep the outputs
             return own
-    found = run(merged, told, slots, x)
+    found = _run(merged, told, slots, x)
     if found is None or len(found) == 1:
         return None if found is None else found[0]
     index = slots.index
@@ -89,16 +89,16 @@ def _plain(module: nn.Module) -> bool:
     return not any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
-def product(merged: Merged, gate: nn.Module, up: nn.Module, x: Tensor, product: Product) -> Tensor | None:
+def product_traced(merged: Merged, gate: nn.Module, up: nn.Module, x: Tensor, product: Product) -> Tensor | None:
     """`Merged.product` in traced code."""
     told = merged.told
     if told is None or not told[1].routing.open or not (_plain(gate) and _plain(up)):
         return None
-    found = run(merged, told, gate.__dict__["_lora"], x, product)
+    found = _run(merged, told, gate.__dict__["_lora"], x, product)
     return None if found is None else found[0]
 
 
-def run(
+def _run(
     merged: Merged, told: Told, slots: ModuleSlots, x: Tensor, product: Product | None = None
 ) -> list[Tensor] | None:
     """As `together.run`. Kernels as operations of their own at any number of tokens: what Inductor made of the same in
