@@ -209,7 +209,7 @@ class Residency(Filling):
             if key not in joints and kept is not None and kept.layouts == tuple(layouts):
                 kept.take()
                 joints[key] = kept
-            one.joint = joints.setdefault(key, joints.get(key) or Joint(layouts))
+            one.joint = joints.setdefault(key, joints.get(key) or Joint(layouts, self.routing))
 
     def moved(self) -> None:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and

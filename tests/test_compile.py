@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from hf_multilora.kernels.backends import has_triton, interpreted
 from tests.tiny import Family, assert_rows, error, gpt2, ids, llama, logits, same_ids
 
 INPUTS = same_ids(4)
@@ -22,6 +26,7 @@ MIXES = [
     ["a"] * 4,
     [None, None, "c", None],
 ]
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LONG = (4, 12)  # more tokens than the dense path takes
 
 
@@ -85,6 +90,51 @@ def test_what_stays_is_said_to_stay(family: Family, shape: tuple[int, int]) -> N
     with model.adapters(MIXES[0]):
         torch.compile(model, fullgraph=True, backend=look)(input_ids=same_ids(*shape))
     assert moving == ["l_kwargs_input_ids_"] and count[0] > 10
+
+
+def guards(model: Any, names: Any = None) -> Counter[str]:
+    """How many values of each kind Dynamo checks before every call, but for hooks, which it skips."""
+    seen: set[tuple[str, str]] = set()
+
+    def look(entries: Any) -> list[bool]:
+        seen.update((entry.guard_type, str(entry.name)) for entry in entries if "HOOKS" not in entry.guard_type)
+        return [True] * len(entries)
+
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="eager", options={"guard_filter_fn": look})
+    with torch.no_grad(), nullcontext() if names is None else model.adapters(names):
+        run(input_ids=same_ids(4, 1), use_cache=False)
+    return Counter(kind for kind, _ in seen)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_guards_grow_with_layers_nearly_as_the_bare_models(tmp_path: Path, backend: str) -> None:
+    """They are checked on the host before every step of a decode, so they cost time where it waits for the host."""
+    if backend == "triton" and not (has_triton() and interpreted()):
+        pytest.skip("Triton on the CPU needs TRITON_INTERPRET=1 before its import")
+    found = []
+    for layers in (2, 3):
+        adapters = {name: {"r": r, "targets": ALL} for name, r in (("a", 2), ("b", 5))}
+        family = Family(llama(num_hidden_layers=layers), tmp_path / str(layers), adapters)
+        found.append((guards(family.base), guards(family.model(backend=backend, max_loras=2), ["a", None, "b", "a"])))
+    (bare, ours), (bare_more, ours_more) = found
+    assert (ours_more - ours).total() < 1.6 * (bare_more - bare).total()
+    assert (ours_more - ours)["DUPLICATE_INPUT"] <= 12, "these are compared in Python"
+
+
+def test_an_adapter_that_trains_other_modules(tmp_path: Path) -> None:
+    """Where its rank rows lie is another in every kind of module, and was the same in all."""
+    adapters = {"a": {"r": 2}, "b": {"r": 5}, "q": {"r": 5, "targets": ["q_proj"]}, "up": {"targets": ["up_proj"]}}
+    family = Family(llama(), tmp_path, adapters)
+    compiled = Compiled(family.model("a", "b", max_loras=3, max_lora_rank=5))
+    check(family, compiled, ["a", None, "b", "b"])
+    for name in ("q", "up"):
+        compiled.model.load_adapter(str(family.paths[name]), name)
+        check(family, compiled, ["a", None, name, "b"])
+        check(family, compiled, [name, "b", None, "a"])
+    compiled.model.delete_adapter("a")
+    check(family, compiled, ["up", None, "q", "b"])
+    assert compiled.traces <= 4
 
 
 @pytest.mark.parametrize("shape", [(4, 5), LONG])

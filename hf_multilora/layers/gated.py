@@ -18,6 +18,7 @@ from .base import state_of
 from .plain import plain_call
 from .slots import ModuleSlots
 from .together import Product
+from .traced import product_traced
 
 ATTRIBUTE = "_gated"  # of the MLP: the names of its children, and the routing
 NEITHER = None, None
@@ -70,13 +71,18 @@ def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
     if gate is None or up is None or not (_lora_alone(gate) and _lora_alone(up)):
         return None
     slots: ModuleSlots = gate.__dict__["_lora"]
-    merged, index = slots.merged, slots.index
-    if merged is None or len(merged.members) != 2:
+    merged, index, tracing = slots.merged, slots.index, torch.compiler.is_compiling()
+    if merged is None or up.__dict__["_lora"].merged is not merged:
         return None
-    if merged.members[index][0] is not gate or merged.members[1 - index][0] is not up:
-        return None
+    if not tracing:
+        members = merged.members
+        if len(members) != 2 or members[index][0] is not gate or members[1 - index][0] is not up:
+            return None
     kind = None if isinstance(act, nn.Module) and not plain_call(act) else activation_of(act)
-    return None if kind is None else merged.product(x, Product(index, kind))
+    if kind is None:
+        return None
+    what = Product(index, kind)
+    return product_traced(merged, gate, up, x, what) if tracing else merged.product(x, what)
 
 
 def _lora_alone(module: nn.Module) -> bool:

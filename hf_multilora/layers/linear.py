@@ -15,6 +15,7 @@ from .base import AdaptedLayer
 from .plain import plain_call
 from .rows import BASE_ONLY, ONE, SlotRows
 from .slots import ModuleSlots
+from .traced import compute_traced
 
 EACH_WORK = 1 << 22  # numbers in the copies of A and B that are made for the rows of a call; beyond, grouped operations
 
@@ -24,13 +25,15 @@ class LoraLinear(AdaptedLayer, kind="linear"):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots: ModuleSlots = self._lora
-        if not torch.compiler.is_compiling() and slots.routing.idle:
+        tracing = torch.compiler.is_compiling()
+        if not tracing and slots.routing.idle:
             return super().__call__(*args, **kwargs)
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
         merged = slots.merged
         one = len(args) + len(kwargs) == 1 and (args or "input" in kwargs) and isinstance(x, Tensor)
         if merged is not None and one:  # else the class's forward will refuse
-            out = merged.compute(slots, x)
+            own: Any = self
+            out = compute_traced(merged, own, slots, x) if tracing else merged.compute(slots, x)
             if out is not None:
                 return out
         path = slots.path()

@@ -21,6 +21,7 @@ from .plain import plain_call
 from .rows import BASE_ONLY
 from .slots import ModuleSlots
 from .together import Product, Step, run
+from .traced import Told, modes, tell
 
 
 class Merged:
@@ -28,9 +29,9 @@ class Merged:
 
     members: the linears and their rank rows, which are views of `buffer` and `b` while they are `laid`.
     one_a: they have one A (see one_a.py), so rank row p of all of them is row p of A, and `lanes` is 1, else L.
-    whole: all are. sizes: their output features. width: rank rows of each in the occupied prefix. used: views of that,
-    and not numbers, since a traced graph takes tensors as inputs and would be traced anew for a number. wasted: runs
-    whose outputs the other members did not take.
+    whole: all are. told: what traced code reads, see traced.py. sizes: their output features. width: rank rows of each
+    in the occupied prefix. used: views of that, and not numbers, since a traced graph takes tensors as inputs and would
+    be traced anew for a number. wasted: runs whose outputs the other members did not take.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Merged:
         self.even = not any(number % 16 for row in table for number in row)
         self.step: Step | None = None  # the last one
         self._joint: Joint | None = None
+        self.told: Told | None = None
         self.leads: list[ModuleSlots] = []
         self.wasted = 0
         self.look()
 
     def look(self) -> None:
         """Set what follows from the members' rank rows and layouts."""
+        self.told = None  # an interrupt half way must not leave what was
         all_slots = [slots for _, slots in self.members]
         self.whole = all(slots.laid and slots.merged is self for slots in all_slots)
         self.width = max((slots.layout.width for slots in all_slots if slots.layout is not None), default=0)
@@ -69,6 +72,7 @@ class Merged:
         self.step = None
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout
+        self.told = tell(self)
 
     @property
     def lanes(self) -> int:
@@ -88,7 +92,9 @@ class Merged:
 
     @joint.setter
     def joint(self, joint: Joint) -> None:
-        self._joint, self.step = joint, None
+        told = self.told if joint is self._joint else None
+        self._joint, self.step, self.told = joint, None, None
+        self.told = told or tell(self)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -132,8 +138,7 @@ class Merged:
         bias are wanted the buffer, which is no Parameter, is not used."""
         if not self.whole or self._joint is None:
             return None
-        tracing, versions = torch.compiler.is_compiling(), []
-        gradients = torch.is_grad_enabled()
+        versions, gradients = [], torch.is_grad_enabled()
         for module, at, bias_at in self.addresses:
             if not plain_call(module):
                 return None
@@ -143,8 +148,6 @@ class Merged:
                 return None
             if gradients and (weight.requires_grad or (bias is not None and bias.requires_grad)):
                 return None
-            if tracing:  # addresses and versions cannot be read
-                continue
             if weight.data_ptr() != at or (bias is not None and bias.data_ptr() != bias_at):
                 return None
             versions.append((weight._version, 0 if bias is None else bias._version))
@@ -158,8 +161,8 @@ class Merged:
             own = self.taken(shared, slots, x)
             if own is not None:
                 return own
-        tracing, found, step = torch.compiler.is_compiling(), None, None
-        if not tracing and not (x.requires_grad and torch.is_grad_enabled()):
+        found, step = None, None
+        if not (x.requires_grad and torch.is_grad_enabled()):
             step = self.step
         same = step is not None and step.call == (routing.stamp, x.shape, x.dtype, None)
         if not same and self.lead()[1] == BASE_ONLY:
@@ -175,12 +178,12 @@ class Merged:
                 return None
         own = found[slots.index]
         if len(found) > 1:
-            if shared is not None and not tracing:
+            if shared is not None:
                 shared[0].wasted += 1
-            version: int | None = None  # of x: none in traced code and in inference mode
-            if not tracing and not x.is_inference():
+            version: int | None = None  # of x: none in inference mode
+            if not x.is_inference():
                 version = x._version
-            elif not tracing and sys._getframe(2).f_code is not slots.fed_by:  # of the module's __call__
+            elif sys._getframe(2).f_code is not slots.fed_by:  # of the module's __call__
                 self.wasted += 1
                 return own
             found[slots.index] = None
@@ -193,7 +196,7 @@ class Merged:
         """act(gate) * up of these two members' outputs; None where they must be called for it."""
         if x.requires_grad and torch.is_grad_enabled():
             return None
-        stamp, step = self.members[0][1].routing.stamp, None if torch.compiler.is_compiling() else self.step
+        stamp, step = self.members[0][1].routing.stamp, self.step
         same = step is not None and step.call == (stamp, x.shape, x.dtype, product)
         if not same and self.lead()[1] == BASE_ONLY:
             return None
@@ -208,37 +211,28 @@ class Merged:
         """What another member computed for this one, if all is as it was; each is given once. shared: as the caller
         found it, since a load in another thread may take it away.
 
-        In traced code the tensor's identity must do: `siblings_of` has seen to it that nothing visible changes x
-        between a call and later ones. So it must in inference mode, where tensors have no versions, for the code that
-        it read.
+        In inference mode, where tensors have no versions, the tensor's identity must do for the code that `siblings_of`
+        has read: nothing visible changes x between a call and later ones.
         """
         _, same, then, version, versions, outs = shared
         index = slots.index
         own: Tensor | None = outs[index]
-        tracing = torch.compiler.is_compiling()
-        if same is not x or own is None or then != modes(x) or tracing == bool(versions):  # traced code has none
+        if same is not x or own is None or then != modes(x) or not versions:  # traced code has none
             return None
-        if not tracing:
-            if version is None:
-                if sys._getframe(3).f_code is not slots.fed_by:  # of the module's __call__, which called `compute`
-                    return None
-            elif version != x._version:
+        if version is None:
+            if sys._getframe(3).f_code is not slots.fed_by:  # of the module's __call__, which called `compute`
                 return None
-            module = self.members[index][0]
-            if not plain_call(module) or not self.lies(index):
-                return None
-            weight, bias = module._parameters["weight"], module._parameters.get("bias")
-            if versions[index] != (weight._version, 0 if bias is None else bias._version):  # type: ignore[union-attr]
-                return None
+        elif version != x._version:
+            return None
+        module = self.members[index][0]
+        if not plain_call(module) or not self.lies(index):
+            return None
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        if versions[index] != (weight._version, 0 if bias is None else bias._version):  # type: ignore[union-attr]
+            return None
         outs[index] = None
         if all(other is None for other in outs):
-            slots.routing.shared = None  # else a traced graph would keep the outputs
+            slots.routing.shared = None
             if self.wasted:
                 self.wasted = 0
         return own
-
-
-def modes(x: Tensor) -> tuple[bool, Any]:
-    """Whether gradients are recorded, and the dtype of autocast, if it is on."""
-    kind = x.device.type
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -46,7 +46,14 @@ def plain_call(module: nn.Module) -> bool:
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own
-        or nn_module._global_forward_hooks
+        or any_global_hook()
+    )
+
+
+def any_global_hook() -> bool:
+    """Whether there are hooks that calls of all modules run."""
+    return bool(
+        nn_module._global_forward_hooks
         or nn_module._global_forward_pre_hooks
         or nn_module._global_backward_hooks
         or nn_module._global_backward_pre_hooks

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..kernels.backends import TORCH, Backend
+from ..kernels.backends import TORCH, TRITON
 from ..pool import BUCKET, fixed
 from ..routing import Routing
 from .rows import SlotRows
@@ -35,12 +35,13 @@ def dense_tokens(width: int, on_cuda: bool) -> int:
     return sys.maxsize if on_cuda else DENSE_TOKENS_CPU if width <= DENSE_ROWS_CPU else 0
 
 
-def dense(backend: Backend, tokens: int, width: int, on_cuda: bool) -> bool:
-    """Whether so many tokens of a call are multiplied with the rank rows of all slots: the measured rule."""
-    if backend.name == TORCH:
+def dense(backend: str, tokens: int, width: int, on_cuda: bool) -> bool:
+    """Whether so many tokens of a call are multiplied with the rank rows of all slots: the measured rule. backend: its
+    name."""
+    if backend == TORCH:
         return tokens <= dense_tokens(width, on_cuda)
     most = max(DENSE_ROWS, DENSE_ROWS_PER_TOKEN * tokens)
-    return not backend.fixed and width <= most and tokens * width <= DENSE_WORK
+    return backend == TRITON and width <= most and tokens * width <= DENSE_WORK
 
 
 class ModuleSlots(SlotRows):

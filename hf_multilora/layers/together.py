@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .rows import ONE
 from .slots import dense
-from .traced import expand_plainly, expand_traced, gated_traced
+from .traced import expand_plainly
 
 if TYPE_CHECKING:
     from .merged import Merged
@@ -56,8 +56,8 @@ def run(merged: Merged, x: Tensor, product: Product | None = None) -> list[Tenso
     lead, path = merged.lead()
     backend, layout, routing, joint = lead.backend, lead.layout, lead.routing, merged.joint
     assert layout is not None and joint is not None
-    tracing, kernels = torch.compiler.is_compiling(), backend.expand_laid is not None
-    if (product is not None and not kernels) or (path == ONE and (tracing or not kernels)):
+    kernels = backend.expand_laid is not None
+    if not kernels and (product is not None or path == ONE):
         return None
     if path == ONE:
         assert routing.uniform is not None
@@ -68,18 +68,15 @@ def run(merged: Merged, x: Tensor, product: Product | None = None) -> list[Tenso
     capturing = routing.capturing  # then the whole pool: what is loaded later must be there
     weight, bias = (merged.buffer, merged.bias_buffer) if capturing else merged.used
     width = (weight.shape[0] - merged.n) // merged.lanes if capturing else merged.width
-    many = not dense(backend, rows.shape[0] * rows.shape[1], width, merged.buffer.is_cuda)
+    many = not dense(backend.name, rows.shape[0] * rows.shape[1], width, merged.buffer.is_cuda)
     bound = joint.most if capturing else joint.bound
     shapes = [(*x.shape[:-1], size) for size in (merged.sizes if product is None else merged.sizes[:1])]
     gradients = torch.is_grad_enabled() and rows.requires_grad
-    if tracing or gradients or not kernels:
-        plain = gradients or not kernels
-        if many or path == ONE or (product is not None and plain):
+    if gradients or not kernels:
+        if many or path == ONE or product is not None:
             return None
-        both = F.linear(rows, weight, bias)
-        if product is not None:
-            return [gated_traced(merged, both, table, joint, backend, product).view(shapes[0])]
-        found = expand_plainly(merged, both) if plain else expand_traced(merged, both, table, joint, backend)
+        own = [None if slots.layout is None else slots.covered()[1:] for _, slots in merged.members]
+        found = expand_plainly(F.linear(rows, weight, bias), merged.sizes, merged.lanes, own)
         return [out.view(shape) for out, shape in zip(found, shapes, strict=True)]
     tables = table.order, table.offsets, joint.starts, joint.ranks
     if not many and rows.numel():

@@ -182,6 +182,33 @@ def test_hooks_and_weights_that_come_after_a_trace(own: Family, way: str) -> Non
 
 @ROWS
 @torch.no_grad()
+def test_a_hook_that_comes_while_a_request_is_open(own: Family, way: str) -> None:
+    """It may change the input of the siblings after it, which what was computed for them has not seen."""
+    trio, x = Trio(own, way, max_loras=4), x_of(tokens=1)
+    twice = 2 * x
+    with trio.open():
+        handle = trio.module("k").register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
+        parts = torch.compile(trio.model.first, backend="eager")(x).split(WIDTHS, -1)
+        handle.remove()
+    for child, part, given in zip("qkv", parts, (twice / 2, twice, twice), strict=True):
+        trio.check(part, child, given)
+
+
+@ROWS
+def test_a_gradient_of_one_sibling(own: Family, way: str) -> None:
+    """It is computed alone, with its own weight."""
+    trio, x = Trio(own, way, max_loras=4), x_of(tokens=1)
+    with trio.open():
+        trio.module("k").weight.requires_grad_()
+        out = torch.compile(trio.model.first, backend="aot_eager")(x)
+        (got,) = torch.autograd.grad(out.sum(), trio.module("k").weight)
+    for child, part in zip("qkv", out.detach().split(WIDTHS, -1), strict=True):
+        trio.check(part, child, x)
+    torch.testing.assert_close(got, x.sum((0, 1)).expand_as(got))
+
+
+@ROWS
+@torch.no_grad()
 def test_what_traced_code_shares_is_not_for_other_code(tmp_path: Path, way: str) -> None:
     """A trace has seen no version of its input, and cannot see that of another's."""
     trio, x = Trio(family(tmp_path, parent=Late), way, max_loras=4), x_of(tokens=1)
