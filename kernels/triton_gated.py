@@ -13,8 +13,22 @@ from torch import Tensor
 from .launch import Bound, Launcher, dependent_launch
 from .lora_gated import lora_gated_kernel, lora_gated_rows_kernel
 from .lora_long import lora_gated_long_kernel
+from .lora_wide import lora_gated_wide_kernel
 from .triton_backend import LOW, steps, tile_bound, tiles
-from .triton_laid import FEW_BYTES, LONG, LONG_BLOCK, ROWS, Given, long_plan, of_laid, of_parts, rows_constants
+from .triton_laid import (
+    BLOCK,
+    FEW_BYTES,
+    LONG,
+    ROWS,
+    WARPS,
+    WIDE,
+    Given,
+    long_plan,
+    of_laid,
+    of_parts,
+    rows_constants,
+    wide_plan,
+)
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -29,10 +43,18 @@ def _rows(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
 
 @functools.lru_cache(maxsize=4096)
 def _long(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
-    grid, last, constants = long_plan(g, triton.cdiv(width, LONG_BLOCK["BLOCK_N"]))
+    grid, last, constants = long_plan(g, triton.cdiv(width, BLOCK["BLOCK_N"]))
     constants = {"GATE": piece, "ACT": act} | constants | {"PDL": dependent_launch(g.device)}
     numbers = (g.tokens, width, g.slots, *g.numbers, offset, *last)
-    return Launcher(lora_gated_long_kernel, grid, numbers, constants, 4, 1)
+    return Launcher(lora_gated_long_kernel, grid, numbers, constants, WARPS, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wide(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
+    grid, constants = wide_plan(g, width, 1)
+    constants = {"GATE": piece, "ACT": act} | constants | {"PDL": dependent_launch(g.device)}
+    numbers = (g.rows, g.tokens, width, g.slots, *g.numbers, offset)
+    return Launcher(lora_gated_wide_kernel, grid, numbers, constants, WARPS, 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,6 +82,8 @@ def _chosen(
         return _rows(g, *own), (b, row_slots, order, offsets, starts, ranks)
     if kind == LONG:
         return _long(g, *own), (b, row_slots, starts, ranks)
+    if kind == WIDE:
+        return _wide(g, *own), (b, order, offsets, starts, ranks)
     return _tiles(g, *own), (b, order, offsets, starts, ranks)
 
 

@@ -1,6 +1,7 @@
 """Launchers of the expands of linears laid in one buffer: of [y | h], and of y and h after a shrink.
 
-Three kernels share the work: `rows` for few tokens, `long` for prompts, `tiles` for what is between.
+Kernels share the work: `rows` for few tokens, `long` for prompts, `wide` for what is between; `tiles` for float32, for
+ranks above MOST_RANK, and for h in several planes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .backends import MOST_SLICES
 from .launch import Bound, Launcher, dependent_launch
 from .lora_long import lora_expand_long_kernel
 from .lora_rows import lora_expand_rows_kernel
-from .triton_backend import four, precision, steps
+from .lora_wide import lora_expand_wide_kernel
+from .triton_backend import four, precision, processors, steps, tile_bound
 
 # An expand of as few tokens has programs for each per so many bytes of a row of B; beyond, it has them for tiles.
 # LOW_BYTES: where no rank is above 16. Of 64 tokens of an 8B shape on an H200, gate and up, o took 1 to 17% less than
@@ -27,9 +29,10 @@ FEW, FEW_PER_SLOT, FEW_BYTES, LOW_BYTES = 256, 2, 256, 512
 # Rows of as many tokens are prompts. 8,192 tokens of an 8B shape on an H200, us, in tiles before: q, k and v 90 now 64,
 # o 59 now 41, gate and up 351 now 223 (floors 49, 32, 166); rows of 32 tokens a third less too.
 LONG_TOKENS = 32
-LONG_RANK = 64  # more ranks are not multiplied at once
-LONG_BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128, "STAGES": 4}
-ROWS, LONG, TILES = "rows", "long", "tiles"
+MOST_RANK = 64  # more ranks are not multiplied at once
+BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}  # of long and wide
+WARPS, WIDEST = 4, 16
+ROWS, LONG, WIDE, TILES = "rows", "long", "wide", "tiles"
 
 
 class Given(NamedTuple):
@@ -58,11 +61,12 @@ class Given(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Which of the three."""
+        """Which of them."""
         if self.rows * self.tokens <= min(FEW, FEW_PER_SLOT * self.slots):
             return ROWS
-        whole = self.planes == 1 and self.bound <= LONG_RANK and self.dtype.itemsize == 2
-        return LONG if whole and self.tokens >= LONG_TOKENS else TILES
+        if self.planes > 1 or self.bound > MOST_RANK or self.dtype.itemsize > 2:
+            return TILES
+        return LONG if self.tokens >= LONG_TOKENS else WIDE
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -107,13 +111,30 @@ def rows_constants(g: Given, width: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def block_constants(g: Given) -> dict[str, object]:
+    """Of long and wide: no more shared memory than the 99 KB of consumers' cards."""
+    block_r = max(16, triton.next_power_of_2(g.bound))
+    stages = {"BLOCK_R": block_r, "STAGES": 4 if block_r <= 32 else 3}
+    return g.constants | BLOCK | stages | {"PRECISION": g.exact}
+
+
 def long_plan(g: Given, tiles: int) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, object]]:
     """Grid, the last numbers and constants of a kernel for prompts. tiles: of columns."""
     chunk = 128 if g.tokens < 512 else 256  # of a program: gate and up of 256 tokens took 73 us, 80 in one chunk
     chunks = triton.cdiv(g.tokens, chunk)
-    block_r = max(16, triton.next_power_of_2(g.bound))
-    constants = g.constants | LONG_BLOCK | {"BLOCK_R": block_r, "PRECISION": g.exact}
-    return (g.rows * chunks * tiles, 1, 1), (chunk, chunks, tiles), constants
+    return (g.rows * chunks * tiles, 1, 1), (chunk, chunks, tiles), block_constants(g)
+
+
+def wide_plan(g: Given, n: int, pieces: int) -> tuple[tuple[int, int, int], dict[str, object]]:
+    """Grid and constants: as many columns for a program as leave programs for the whole device, whatever the mix."""
+    tiles, blocks = (
+        tile_bound(g.rows, g.tokens, min(g.rows, g.slots + 1), BLOCK["BLOCK_M"]),
+        triton.cdiv(n, BLOCK["BLOCK_N"]),
+    )
+    loop = min(WIDEST, max(1, tiles * blocks // (4 * processors(g.device))))
+    loop = 1 << (loop.bit_length() - 1)  # few kernels to compile
+    constants = block_constants(g) | {"SLOTS": triton.next_power_of_2(g.slots + 1), "LOOP": loop}
+    return (tiles, triton.cdiv(n, BLOCK["BLOCK_N"] * loop) + pieces - 1, 1), constants
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,9 +147,16 @@ def _rows(g: Given, n: int, pieces: int, even: bool) -> Launcher:
 
 @functools.lru_cache(maxsize=4096)
 def _long(g: Given, n: int, pieces: int, even: bool) -> Launcher:
-    grid, last, constants = long_plan(g, triton.cdiv(n, LONG_BLOCK["BLOCK_N"]) + pieces - 1)
+    grid, last, constants = long_plan(g, triton.cdiv(n, BLOCK["BLOCK_N"]) + pieces - 1)
     constants = {"SLICES": pieces} | constants | {"EVEN": even, "PDL": dependent_launch(g.device)}
-    return Launcher(lora_expand_long_kernel, grid, (g.tokens, n, g.slots, *g.numbers, *last), constants, 4, 1)
+    return Launcher(lora_expand_long_kernel, grid, (g.tokens, n, g.slots, *g.numbers, *last), constants, WARPS, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wide(g: Given, n: int, pieces: int, even: bool) -> Launcher:
+    grid, constants = wide_plan(g, n, pieces)
+    constants = {"SLICES": pieces} | constants | {"EVEN": even, "PDL": dependent_launch(g.device)}
+    return Launcher(lora_expand_wide_kernel, grid, (g.rows, g.tokens, n, g.slots, *g.numbers), constants, WARPS, 1)
 
 
 def _chosen(
@@ -141,6 +169,8 @@ def _chosen(
         return _rows(g, n, pieces, even), (b, row_slots, order, offsets, starts, ranks, slices)
     if kind == LONG:
         return _long(g, n, pieces, even), (b, row_slots, starts, ranks, slices)
+    if kind == WIDE:
+        return _wide(g, n, pieces, even), (b, order, offsets, starts, ranks, slices)
     run = triton_backend._expand(
         g.rows, g.tokens, n, g.slots, pieces, g.lanes, g.lanes * g.max_rank, g.stride_y, g.stride_h, g.shift, g.plane,
         g.planes, g.dtype, g.exact, g.own_columns, False, False, even, False, True, g.device,
