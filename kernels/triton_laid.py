@@ -26,7 +26,7 @@ from .triton_backend import four, precision, processors, steps, tile_bound
 # LOW_BYTES: where no rank is above 16. Of 64 tokens of an 8B shape on an H200, gate and up, o took 1 to 17% less than
 # with FEW_BYTES, q, k and v from 2% less to 5% more.
 FEW, FEW_PER_SLOT, FEW_BYTES, LOW_BYTES = 256, 2, 256, 512
-# Rows of as many tokens are prompts. 8,192 tokens of an 8B shape on an H200, us, in tiles before: q, k and v 90 now 64,
+# Rows of as many tokens are prompts. 8,192 tokens of an 8B shape on an H200, us, in tiles before: q, k and v 90 now 66,
 # o 59 now 41, gate and up 351 now 223 (floors 49, 32, 166); rows of 32 tokens a third less too.
 LONG_TOKENS = 32
 MOST_RANK = 64  # more ranks are not multiplied at once
