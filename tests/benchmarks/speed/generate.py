@@ -24,7 +24,7 @@ from ..registry import LINEARS, Work
 from . import clock
 from .sides import Side, check_replays
 from .stage import Stage
-from .steps import ROOM, without
+from .steps import ROOM
 
 EAGER, STATIC, PEFT = "eager", "static", "peft"
 MODES: dict[str, dict[str, Any]] = {EAGER: {}, STATIC: {"cache_implementation": "static"}}
@@ -93,21 +93,19 @@ def generate(stage: Stage, ours: Subject, mode: str, work: Work, found: dict[str
     before = graphs()
     timed = clock.palindrome(jobs, 2 * stage.settings.rounds)
     found |= timed | {"kind": mode, "value": clock.ratio(timed)}
-    if mode == EAGER:
-        profile(stage, ours, work, found)
+
+    def call(side: str, _: int, measure: Any) -> Any:
+        told = more[side] | {"max_new_tokens": count}
+        return measure(lambda: models[side].generate(**inputs, **told), 1, stage.device)
+
+    stage.profile(found, {side: partial(call, side) for side in models})
+    if "profile" in found:
+        busy = [sum(us for _, us in kernels.values()) / count / 1e3 for kernels in found["profile"].values()]
+        found["note"] = (
+            f"kernels of a call, its prompt too, {busy[0]:.2f} and {busy[1]:.2f} ms a token, the rest is the host"
+        )
     if mode == STATIC:
         again(stage, ours.model, inputs, more[clock.OURS], work, count, before, found)
-
-
-def profile(stage: Stage, ours: Subject, work: Work, found: dict[str, Any]) -> None:
-    """Of eager steps outside `generate`: what it takes beyond their kernels is the host's."""
-    ids = prompts(work.rows, work.tokens + 1, stage.shop.bare.config.vocab_size, stage.device)["input_ids"]
-    subjects = {clock.BARE: (stage.shop.plain(), without(work)), clock.OURS: (ours, work)}
-
-    def block(side: str, *how: Any) -> Any:
-        return Side(*subjects[side], ids, ROOM - work.tokens % 64, stage.device).block(*how)
-
-    stage.profile(found, {side: partial(block, side) for side in subjects})
 
 
 def again(
@@ -118,7 +116,9 @@ def again(
     for rows in ([None, *gate.moved(work.mix())[1:]], [None] * work.rows):
         clock.generated(model, inputs, more | {"adapter_names": rows}, count, stage.device)
     found["recompiled"] = graphs() - before
-    found["note"] = f"{found['recompiled']} graphs more after other mixes"
+    found["note"] = "; ".join(
+        [*filter(None, [found.get("note")]), f"{found['recompiled']} graphs more after other mixes"]
+    )
     if found["recompiled"]:
         raise GateError(f"generate compiled {found['recompiled']} graphs more when the mix changed, none must be")
 
