@@ -136,7 +136,7 @@ def shrink(
 
 
 @functools.lru_cache(maxsize=4096)
-def _expand(
+def expand_launcher(
     rows: int, tokens: int, n: int, slots: int, pieces: int, lanes: int, width: int, stride: int, stride_h: int,
     shift: int, plane: int, planes: int, dtype: torch.dtype, exact: str, own_columns: bool, scale: bool, bias: bool,
     even: bool, fixed: bool, early: bool, device: torch.device,
@@ -179,7 +179,7 @@ def expand(
     plane, stride_r, stride_h, together = h.stride()
     if together != 1 or stride_r != tokens * stride_h:
         h, stride_h, plane = h.contiguous(), width, rows * tokens * width
-    run = _expand(
+    run = expand_launcher(
         rows, tokens, n, slots, pieces, pieces, width, stride, stride_h, 0, plane, planes, b.dtype,
         precision(b.dtype), own_columns, scale is not None, bias is not None, False, fixed, False, y.device,
     )  # fmt: skip

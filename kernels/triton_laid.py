@@ -171,7 +171,7 @@ def _chosen(
         return _long(g, n, pieces, even), (b, row_slots, starts, ranks, slices)
     if kind == WIDE:
         return _wide(g, n, pieces, even), (b, order, offsets, starts, ranks, slices)
-    run = triton_backend._expand(
+    run = triton_backend.expand_launcher(
         g.rows, g.tokens, n, g.slots, pieces, g.lanes, g.lanes * g.max_rank, g.stride_y, g.stride_h, g.shift, g.plane,
         g.planes, g.dtype, g.exact, g.own_columns, False, False, even, False, True, g.device,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import augmented
 from .rows import SlotRows
 from .slots import ModuleSlots
+from .traced import tell
 
 # Outermost first: what a row's adapter saved in full stands for the base's output and its deltas
 ROLES = ("saved", "tokens", "lora", "experts")
@@ -46,6 +47,13 @@ class AdaptedLayer:
         if "_lora" in self.__dict__:
             augmented.settle(self, self._lora)  # type: ignore[arg-type]
         return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also what an assignment to `weight` or `bias` calls: traced code cannot see that it left the buffer."""
+        super().register_parameter(name, param)  # type: ignore[misc]
+        slots = self.__dict__.get("_lora")
+        if isinstance(slots, ModuleSlots) and slots.merged is not None:
+            slots.merged.told = tell(slots.merged)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]

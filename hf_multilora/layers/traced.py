@@ -37,6 +37,8 @@ def tell(merged: Merged) -> Told | None:
     joint, leads, (weight, bias) = merged.joint, merged.leads, merged.used
     if not merged.whole or joint is None or not leads or not all(slots.mixable for slots in leads):
         return None
+    if not all(map(merged.lies, range(len(merged.members)))):
+        return None
     backend = leads[0].backend.name
     if backend not in (TORCH, TRITON):
         return None
@@ -113,6 +115,7 @@ def _run(
     n = sum(sizes)
     rows = routing.align(x, table.row_slots.shape[0], slots.name, flat=slots.flat)
     capturing = routing.capturing  # then the whole pool: what is loaded later must be there
+    # what is None is not read: that would be checked too
     weight, bias = (merged.buffer, merged.bias_buffer) if capturing else (told[2], told[3] if biased else None)
     plain = backend == TORCH or (torch.is_grad_enabled() and rows.requires_grad)
     few = dense(backend, rows.shape[0] * rows.shape[1], (weight.shape[0] - n) // lanes, weight.is_cuda)

@@ -160,7 +160,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, which: str, error: Exception) -> No
             return launch
 
     monkeypatch.setattr(triton_backend, which, Kernel())
-    for plan in ("_shrink", "_expand"):  # which keep launchers of the real kernels
+    for plan in ("_shrink", "expand_launcher"):  # which keep launchers of the real kernels
         monkeypatch.setattr(triton_backend, plan, getattr(triton_backend, plan).__wrapped__)
 
 

@@ -183,6 +183,7 @@ def test_shapes_with_one_a(kernel: str, shape: str) -> None:
     check(c, after_shrink_with_one_a)
 
 
+@pytest.mark.parametrize("kernel", ["rows", "tiles"], indirect=True)
 def test_y_of_another_dtype_than_b(kernel: str) -> None:
     """Under autocast [y | h] is coarser than B."""
     check(case(tokens=1, rows=4, widths=(16, 9)).to(y=torch.float16), laid)
@@ -190,15 +191,16 @@ def test_y_of_another_dtype_than_b(kernel: str) -> None:
 
 def test_a_launch_that_is_kept_serves_every_mix(kernel: str) -> None:
     """Tables are rewritten in place, slots get other rank rows; [y | h] and outputs are other tensors each time."""
-    c = case(tokens=1, rows=6, widths=(16, 9), mix="all base")
+    dtype = dtype_for(kernel)
+    c = case(dtype, tokens=1, rows=6, widths=(16, 9), mix="all base")
     y, _ = own_columns(c)
     slots, tables = torch.tensor(c.rows, dtype=torch.int32), c.tables()
     laid = backend(TRITON).expand_laid
     assert laid is not None
-    both = torch.zeros(6, y.shape[2] + len(c.a))
+    both = torch.zeros(6, y.shape[2] + len(c.a), dtype=dtype)
     run = laid(both, 6, c.b, slots, *tables, c.extras()["slices"], y.shape[2], c.max_rank, even(c), 2)
     for mix in MIXES:
-        now = case(tokens=1, rows=6, widths=(16, 9), mix=mix)
+        now = case(dtype, tokens=1, rows=6, widths=(16, 9), mix=mix)
         if mix == "one":
             now.starts[0].reverse(), now.ranks[0].reverse()
         now = Case(**(now.__dict__ | {"a": c.a, "b": c.b, "slices": c.slices}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.layers.trio import ALL_WAYS, NAMES, WIDTHS, Parent, Trio, family, setting, x_of
 from tests.tiny import Family, Names
@@ -192,6 +192,27 @@ def test_a_hook_that_comes_while_a_request_is_open(own: Family, way: str) -> Non
         handle.remove()
     for child, part, given in zip("qkv", parts, (twice / 2, twice, twice), strict=True):
         trio.check(part, child, given)
+
+
+@ROWS
+@pytest.mark.parametrize("what", ["weight", "bias"])
+@torch.no_grad()
+def test_what_is_assigned_while_a_request_is_open(own: Family, way: str, what: str) -> None:
+    """Before the first trace, and after it."""
+    for traced_before in (False, True):
+        trio, x = Trio(own, way, max_loras=4), x_of(tokens=1)
+        run = torch.compile(trio.model.first, backend="eager")
+        with trio.open():
+            if traced_before:
+                run(x)
+            old = trio.module("k").weight
+            if what == "weight":
+                trio.module("k").weight = nn.Parameter(-3 * old, requires_grad=False)
+            else:
+                trio.module("k").bias = nn.Parameter(torch.ones(len(old)), requires_grad=False)
+            parts = run(x).split(WIDTHS, -1)
+        for child, part in zip("qkv", parts, strict=True):
+            trio.check(part, child, x)
 
 
 @ROWS
