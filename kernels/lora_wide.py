@@ -1,8 +1,8 @@
-"""The expand kernels for batches between few tokens and prompts: a program keeps h of a tile of tokens and goes over a
-range of columns.
+"""The expand kernels for more than few tokens: a program keeps h of a tile of tokens and goes over a range of columns.
 
-B and y are read STAGES - 1 blocks ahead into shared memory, and what a program must look up first, it looks up once for
-all its columns. Letters as in lora_expand.py.
+A token has little to multiply, so what counts is how much is on its way from memory at a time: B and y are read
+STAGES - 1 blocks ahead into shared memory. y is the sum's first term, since Triton reads ahead what goes into a
+product. What a program must look up first, it looks up once for all its columns. Letters as in lora_expand.py.
 """
 
 from __future__ import annotations

@@ -12,23 +12,9 @@ from torch import Tensor
 
 from .launch import Bound, Launcher, dependent_launch
 from .lora_gated import lora_gated_kernel, lora_gated_rows_kernel
-from .lora_long import lora_gated_long_kernel
 from .lora_wide import lora_gated_wide_kernel
 from .triton_backend import LOW, steps, tile_bound, tiles
-from .triton_laid import (
-    BLOCK,
-    FEW_BYTES,
-    LONG,
-    ROWS,
-    WARPS,
-    WIDE,
-    Given,
-    long_plan,
-    of_laid,
-    of_parts,
-    rows_constants,
-    wide_plan,
-)
+from .triton_laid import FEW_BYTES, ROWS, WARPS, WIDE, Given, of_laid, of_parts, rows_constants, wide_plan
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -39,14 +25,6 @@ def _rows(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
     grid = (triton.cdiv(width, constants["BLOCK_N"]), g.rows * g.tokens, 1)
     numbers = (g.tokens, width, g.slots, *g.numbers, g.plane, offset)
     return Launcher(lora_gated_rows_kernel, grid, numbers, constants, 1, 1)
-
-
-@functools.lru_cache(maxsize=4096)
-def _long(g: Given, width: int, offset: int, piece: int, act: str) -> Launcher:
-    grid, last, constants = long_plan(g, triton.cdiv(width, BLOCK["BLOCK_N"]))
-    constants = {"GATE": piece, "ACT": act} | constants | {"PDL": dependent_launch(g.device)}
-    numbers = (g.tokens, width, g.slots, *g.numbers, offset, *last)
-    return Launcher(lora_gated_long_kernel, grid, numbers, constants, WARPS, 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,8 +58,6 @@ def _chosen(
     kind, own = g.kernel, (width, offset, piece, act)
     if kind == ROWS:
         return _rows(g, *own), (b, row_slots, order, offsets, starts, ranks)
-    if kind == LONG:
-        return _long(g, *own), (b, row_slots, starts, ranks)
     if kind == WIDE:
         return _wide(g, *own), (b, order, offsets, starts, ranks)
     return _tiles(g, *own), (b, order, offsets, starts, ranks)

@@ -1,7 +1,7 @@
 """Launchers of the expands of linears laid in one buffer: of [y | h], and of y and h after a shrink.
 
-Kernels share the work: `rows` for few tokens, `long` for prompts, `wide` for what is between; `tiles` for float32, for
-ranks above MOST_RANK, and for h in several planes.
+Kernels share the work: `rows` for few tokens, `wide` for more; `tiles` for float32, for ranks above MOST_RANK, and for
+h in several planes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from . import triton_backend
 from .backends import MOST_SLICES
 from .launch import Bound, Launcher, dependent_launch
-from .lora_long import lora_expand_long_kernel
 from .lora_rows import lora_expand_rows_kernel
 from .lora_wide import lora_expand_wide_kernel
 from .triton_backend import four, precision, processors, steps, tile_bound
@@ -26,13 +25,9 @@ from .triton_backend import four, precision, processors, steps, tile_bound
 # LOW_BYTES: where no rank is above 16. Of 64 tokens of an 8B shape on an H200, gate and up, o took 1 to 17% less than
 # with FEW_BYTES, q, k and v from 2% less to 5% more.
 FEW, FEW_PER_SLOT, FEW_BYTES, LOW_BYTES = 256, 2, 256, 512
-# Rows of as many tokens are prompts. 8,192 tokens of an 8B shape on an H200, us, in tiles before: q, k and v 90 now 66,
-# o 59 now 41, gate and up 351 now 223 (floors 49, 32, 166); rows of 32 tokens a third less too.
-LONG_TOKENS = 32
 MOST_RANK = 64  # more ranks are not multiplied at once
-BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}  # of long and wide
-WARPS, WIDEST = 4, 16
-ROWS, LONG, WIDE, TILES = "rows", "long", "wide", "tiles"
+WIDEST, STAGES, WARPS = 16, 3, 4  # of wide; WIDEST: most blocks of columns of a program
+ROWS, WIDE, TILES = "rows", "wide", "tiles"
 
 
 class Given(NamedTuple):
@@ -66,7 +61,7 @@ class Given(NamedTuple):
             return ROWS
         if self.planes > 1 or self.bound > MOST_RANK or self.dtype.itemsize > 2:
             return TILES
-        return LONG if self.tokens >= LONG_TOKENS else WIDE
+        return WIDE
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -111,30 +106,24 @@ def rows_constants(g: Given, width: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def block_constants(g: Given) -> dict[str, object]:
-    """Of long and wide: no more shared memory than the 99 KB of consumers' cards."""
-    block_r = max(16, triton.next_power_of_2(g.bound))
-    stages = {"BLOCK_R": block_r, "STAGES": 4 if block_r <= 32 else 3}
-    return g.constants | BLOCK | stages | {"PRECISION": g.exact}
-
-
-def long_plan(g: Given, tiles: int) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, object]]:
-    """Grid, the last numbers and constants of a kernel for prompts. tiles: of columns."""
-    chunk = 128 if g.tokens < 512 else 256  # of a program: gate and up of 256 tokens took 73 us, 80 in one chunk
-    chunks = triton.cdiv(g.tokens, chunk)
-    return (g.rows * chunks * tiles, 1, 1), (chunk, chunks, tiles), block_constants(g)
-
-
 def wide_plan(g: Given, n: int, pieces: int) -> tuple[tuple[int, int, int], dict[str, object]]:
-    """Grid and constants: as many columns for a program as leave programs for the whole device, whatever the mix."""
-    tiles, blocks = (
-        tile_bound(g.rows, g.tokens, min(g.rows, g.slots + 1), BLOCK["BLOCK_M"]),
-        triton.cdiv(n, BLOCK["BLOCK_N"]),
-    )
-    loop = min(WIDEST, max(1, tiles * blocks // (4 * processors(g.device))))
+    """Grid and constants: as many columns for a program as leave programs for the whole device, whatever the mix; no
+    more shared memory than the 99 KB of consumers' cards.
+
+    An 8B shape on an H200, us, in tiles before: 8 prompts of 1,024 tokens, rank 16, q, k and v 85 now 56, o 57 now 41,
+    gate and up 351 now 187 (floors 49, 32, 168), of rank 64 gate and up 737 now 340 (176); 256 tokens of 32 adapters,
+    q, k and v 8 now 7, gate and up 28 now 21 (3, 12).
+    """
+    block_r = max(16, triton.next_power_of_2(g.bound))
+    block_m, block_n = 16, 128 if block_r <= 32 else 64  # of rank 64 gate and up took 391 us in blocks of 128
+    tiles = tile_bound(g.rows, g.tokens, min(g.rows, g.slots + 1), block_m)
+    loop = min(WIDEST, max(1, tiles * triton.cdiv(n, block_n) // (4 * processors(g.device))))
     loop = 1 << (loop.bit_length() - 1)  # few kernels to compile
-    constants = block_constants(g) | {"SLOTS": triton.next_power_of_2(g.slots + 1), "LOOP": loop}
-    return (tiles, triton.cdiv(n, BLOCK["BLOCK_N"] * loop) + pieces - 1, 1), constants
+    constants = g.constants | {
+        "SLOTS": triton.next_power_of_2(g.slots + 1), "BLOCK_M": block_m, "BLOCK_R": block_r, "BLOCK_N": block_n,
+        "LOOP": loop, "STAGES": STAGES, "PRECISION": g.exact,
+    }  # fmt: skip
+    return (tiles, triton.cdiv(n, block_n * loop) + pieces - 1, 1), constants
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,13 +132,6 @@ def _rows(g: Given, n: int, pieces: int, even: bool) -> Launcher:
     constants |= {"EVEN": even, "PDL": dependent_launch(g.device)}
     grid = (triton.cdiv(n, constants["BLOCK_N"]) + pieces - 1, g.rows * g.tokens, 1)
     return Launcher(lora_expand_rows_kernel, grid, (g.tokens, n, g.slots, *g.numbers, g.plane), constants, 1, 1)
-
-
-@functools.lru_cache(maxsize=4096)
-def _long(g: Given, n: int, pieces: int, even: bool) -> Launcher:
-    grid, last, constants = long_plan(g, triton.cdiv(n, BLOCK["BLOCK_N"]) + pieces - 1)
-    constants = {"SLICES": pieces} | constants | {"EVEN": even, "PDL": dependent_launch(g.device)}
-    return Launcher(lora_expand_long_kernel, grid, (g.tokens, n, g.slots, *g.numbers, *last), constants, WARPS, 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,8 +149,6 @@ def _chosen(
     kind, pieces = g.kernel, starts.shape[0]
     if kind == ROWS:
         return _rows(g, n, pieces, even), (b, row_slots, order, offsets, starts, ranks, slices)
-    if kind == LONG:
-        return _long(g, n, pieces, even), (b, row_slots, starts, ranks, slices)
     if kind == WIDE:
         return _wide(g, n, pieces, even), (b, order, offsets, starts, ranks, slices)
     run = triton_backend.expand_launcher(

@@ -66,15 +66,15 @@ def compiled_experts(target: int, dtype: str, precision: str) -> dict[str, Any]:
 
 
 def given(dtype: str, own: bool, lanes: int, bound: int, tokens: int) -> laid.Given:
-    """8 rows of an 8B shape; h in 4 planes of those of few tokens where it has no column for every rank row."""
-    columns, planes = bound if not own else 8 * bound, 1 if own or tokens >= laid.LONG_TOKENS else 4
+    """8 rows of an 8B shape; h in 4 planes of single tokens where it has no column for every rank row."""
+    columns, planes = bound if not own else 8 * bound, 1 if own or tokens > 1 else 4
     place = (28928, 28928, 28672, 0, 1) if own else (28672, lanes * bound, 0, 1 << 20, planes)
     kind, exact = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], DTYPES[dtype][0]
     return laid.Given(8, tokens, 8, lanes, *place, columns, bound, own, kind, exact, torch.device("cpu"))
 
 
 def compiled_laid(target: int, dtype: str) -> dict[str, Any]:
-    """Of linears that are laid: for few tokens and for prompts, by what the launchers choose."""
+    """Of linears that are laid: for few tokens and for more, by what the launchers choose."""
     found = {}
     data = TABLES | dict.fromkeys(("y", "h", "out", "out_1", "out_2", "out_3", "b"), f"*{dtype}")
     data |= {"row_slots": "*i32"}
@@ -82,7 +82,7 @@ def compiled_laid(target: int, dtype: str) -> dict[str, Any]:
         (16, 3, 3, True, True), (16, 3, 1, True, True), (64, 1, 1, True, True), (64, 3, 3, False, True),
         (8, 2, 2, True, False),
     ):  # fmt: skip
-        for make in (laid._rows, laid._long, laid._wide):
+        for make in (laid._rows, laid._wide):
             if make is not laid._rows and dtype == "fp32":  # 16 bits only
                 continue
             made = make(given(dtype, own, lanes, bound, 1 if make is laid._rows else 1024), 6144, pieces, even)
@@ -100,16 +100,11 @@ def compiled_gated(target: int, dtype: str) -> dict[str, Any]:
     for act, piece, own, lanes in (
         ("silu", 0, True, 2), ("silu", 0, True, 1), ("gelu_tanh", 1, False, 2), ("silu", 0, False, 1)
     ):  # fmt: skip
-        for make in (gated._rows, gated._long, gated._wide, gated._tiles):
-            if make in (gated._long, gated._wide) and dtype == "fp32":
+        for make in (gated._rows, gated._wide, gated._tiles):
+            if make is gated._wide and dtype == "fp32":
                 continue
-            made = make(
-                given(dtype, own, lanes, 16 if own else 64, 1024 if make is gated._long else 1),
-                14336,
-                1 << 20,
-                piece,
-                act,
-            )
+            g = given(dtype, own, lanes, 16 if own else 64, 1024 if make is gated._wide else 1)
+            made = make(g, 14336, 1 << 20, piece, act)
             pointers = data if own else data | {"h": "*fp32"}
             name = f"{made.kernel.fn.__name__}, {act}, {lanes} lanes, {'[y | h]' if own else 'y, h'}"
             found[name] = of_launcher(made, pointers, made.constants | {"PDL": target >= 90}, target, True)

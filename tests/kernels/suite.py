@@ -28,8 +28,7 @@ KERNELS = [pytest.param(name, marks=INTERPRETED) for name in (TRITON, TRITON_FIX
 BACKENDS = [TORCH, *KERNELS]
 EXPANDS: dict[str, dict[str, int]] = {  # constants of triton_laid.py that make it choose a kernel
     "rows": {"FEW": 1 << 20, "FEW_PER_SLOT": 1 << 20},
-    "long": {"FEW": 0, "LONG_TOKENS": 1},  # for 16 bits
-    "wide": {"FEW": 0, "LONG_TOKENS": 1 << 20},  # for 16 bits
+    "wide": {"FEW": 0},  # for 16 bits
     "tiles": {"FEW": 0, "MOST_RANK": 0},
 }
 # What differs from case()'s defaults: R = 6, T = 7, K = 37, N = 51, S = 5, r = 8
@@ -205,7 +204,7 @@ def by_rows(c: Case, dtype: torch.dtype, rows: Sequence[int] | None = None) -> t
 
 def dtype_for(kernel: str, half: bool = False) -> torch.dtype:
     """A case's for a kernel of EXPANDS: some take 16 bits only."""
-    return torch.float16 if half or kernel in ("long", "wide") else torch.float32
+    return torch.float16 if half or kernel == "wide" else torch.float32
 
 
 def within(got: Tensor, truth: Tensor, plain: Tensor, floor: int = 2) -> bool:

@@ -28,7 +28,7 @@ def arguments(argv: Sequence[str] | None, about: str | None, stages: Sequence[st
     add("--backend", default="auto", help="of from_pretrained")
     add("--rounds", type=int, default=1, help="of bare, ours, ours, bare")
     add("--replays", type=int, default=40, help="steps of a block under a CUDA graph")
-    add("--prefills", type=int, default=4, help="prompts of a block")
+    add("--prefills", type=int, default=2, help="prompts of a block")
     add("--tokens", type=int, default=24, help="that generate makes in a block")
     add("--batches", type=int, default=12, help="of a stream of requests")
     add("--registered", type=int, nargs="+", default=[5, 100, 1000, 2000], help="adapters of stage many")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .. import gpu_gate as gate
@@ -17,6 +18,7 @@ from .stage import Stage
 
 Cells = dict[str, Work]
 ROOM = 64  # steps after the prompt: the length of the cache is a multiple of 64
+PROMPT_ROUNDS = 4  # of short blocks: prompts draw so much power that the clocks change within a second
 
 
 def _decode(tokens: int, *cells: tuple[int, int, int]) -> Cells:
@@ -111,31 +113,29 @@ def checks(sides: dict[str, Side], truths: Mapping[Work, gate.Truth], ids: Any, 
 
 
 def time_cell(stage: Stage, sides: dict[str, Side], count: int, found: dict[str, Any]) -> None:
-    """ABBA of what users wait for: decode under a CUDA graph, prompts eager and under a graph."""
+    """ABBA of what users wait for: decode under a CUDA graph, prompts eager. Both must serve other mixes when
+    captured."""
     ours, rounds = sides[clock.OURS], stage.settings.rounds
-    jobs = {name: lambda side=side: side.block(count) for name, side in sides.items()}  # type: ignore[misc]
-    why = timing.why_no_graph(stage.device)
-    eager: dict[str, Any] = {}
-    if not ours.decode or why is not None:
-        eager = clock.palindrome(jobs, rounds)
-        eager |= {"kind": "eager", "value": clock.ratio(eager)}
-    if why is not None:
-        found |= eager | {"graph": {"skipped": why}}
-        return
-    for side in sides.values():
+    skipped = timing.why_no_graph(stage.device)
+    if skipped is None:
         try:
-            side.capture()
+            for side in sides.values():
+                side.capture()
         except RuntimeError as error:
             if ours.decode:
                 raise
-            found |= eager | {"graph": {"skipped": f"capture failed: {str(error).strip().splitlines()[0]}"}}
-            return
-    bound = found["errors"]["bound"]
-    found["replays"] = check_replays(ours, bound)
-    graph = clock.palindrome(jobs, rounds)
-    if ours.decode:
-        found |= graph | {"kind": "graph", "value": clock.ratio(graph)}
-    else:
-        found |= eager | {"graph": graph | {"value": clock.ratio(graph)}}
-        found["note"] = "; ".join([*filter(None, [found.get("note")]), f"under a graph {clock.ratio(graph):.3f}"])
-    stage.profile(found, {name: side.block for name, side in sides.items()})
+            skipped = f"capture failed: {str(error).strip().splitlines()[0]}"
+        else:
+            found["replays"] = check_replays(ours, found["errors"]["bound"])
+    if skipped is not None:
+        found["graph"] = {"skipped": skipped}
+    if not ours.decode:
+        rounds *= PROMPT_ROUNDS
+        for side in sides.values():
+            side.replay = side.out = None
+    blocks = {name: side.block for name, side in sides.items()}
+    timed = clock.palindrome({name: partial(block, count) for name, block in blocks.items()}, rounds)
+    captured = ours.replay is not None
+    found |= timed | {"kind": "graph" if captured else "eager", "value": clock.ratio(timed)}
+    if stage.cuda:
+        stage.profile(found, blocks)
