@@ -28,7 +28,7 @@ MAX_SPLIT = 16
 class Tiles:
     block_m: int  # tokens
     block_r: int  # ranks
-    block_k: int
+    block_k: int  # in STEPS blocks
     block_n: int
     warps: int = 4
 
@@ -103,12 +103,12 @@ def _shrink(
     if split is None:
         by_k = fixed or dtype == torch.float32  # one long chain of sums would lose digits
         split = fixed_split(k) if by_k else split_of(k, count * blocks * pieces, device)
-    block, width = t.block_k * steps(dtype), pieces * max_rank
+    block, width = t.block_k, pieces * max_rank
     chunk = triton.cdiv(triton.cdiv(k, split), block) * block
     constants = {
-        "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r, "BLOCK_K": t.block_k,
-        "EVEN_K": k % block == 0, "STEPS": steps(dtype), "PRECISION": exact, "SLICES": pieces,
-        "PDL": early and dependent_launch(device),
+        "SLOTS": triton.next_power_of_2(slots + 1), "BLOCK_M": t.block_m, "BLOCK_R": t.block_r,
+        "BLOCK_K": block // steps(dtype), "EVEN_K": k % block == 0, "STEPS": steps(dtype), "PRECISION": exact,
+        "SLICES": pieces, "PDL": early and dependent_launch(device),
     }  # fmt: skip
     numbers = (rows, tokens, k, slots, max_rank, blocks, chunk, stride, stride_a, width, rows * tokens * width)
     return Launcher(lora_shrink_kernel, (count, pieces * blocks, split), numbers, constants, t.warps, 3)

@@ -125,7 +125,7 @@ def main(targets: list[int]) -> int:
             common |= {"PRECISION": precision, "STEPS": 1 + (width == 4)}
             data = TABLES | {"x": f"*{dtype}", "a": f"*{dtype}", "h": "*fp32"}
             early = target >= 90
-            constants = common | {"BLOCK_K": t.block_k, "EVEN_K": False, "SLICES": 1, "PDL": early}
+            constants = common | {"BLOCK_K": t.block_k // common["STEPS"], "EVEN_K": False, "SLICES": 1, "PDL": early}
             found = {"shrink": compiled(lora_shrink_kernel, data, constants, target, t.warps, 3)}
             data = TABLES | dict.fromkeys(("y", "b", "out", "out_1", "out_2", "out_3"), f"*{dtype}")
             for own, pieces, lanes, planes in (

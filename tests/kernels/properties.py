@@ -20,15 +20,19 @@ def others(c: Case) -> list[int]:
 
 def check_numbers(c: Case, name: str, split: int = 1, own: bool = True) -> None:
     """h, output and the output from all columns, against float64; against permuted slots each must fail."""
+    h, out = run(c, name, split=split)
+    check_answers(c, h, [out, run_own(c, name)] if own else [out])
+
+
+def check_answers(c: Case, h: Tensor, outs: list[Tensor]) -> None:
+    """The same of answers that are there."""
     wide = torch.promote_types(c.x.dtype, torch.float32)
     truth, at_x, at_y = by_rows(c, torch.float64), by_rows(c, c.x.dtype)[0], by_rows(c, c.y.dtype)[1]
     wrong, wrong_x, wrong_y = (by_rows(c, dtype, others(c)) for dtype in (torch.float64, c.x.dtype, c.y.dtype))
-    h, out = run(c, name, split=split)
     assert h.dtype == wide and h.shape == truth[0].shape
     assert within(h, truth[0], at_x)
     both = wrong[0].masked_fill(truth[0].isnan(), torch.nan)  # where h is specified for either
     assert both.isnan().all() or not within(h, both, wrong_x[0])
-    outs = [out, run_own(c, name)] if own else [out]
     for got in outs:
         assert got.dtype == c.y.dtype and got.shape == c.y.shape and got.is_contiguous()
         assert within(got, truth[1], at_y)
