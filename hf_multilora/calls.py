@@ -38,6 +38,7 @@ def forward(
                 "inside torch.compile the rows must be routed outside the traced call: use "
                 "`with model.adapters(names): compiled(...)`, or generate(..., adapter_names=names)"
             )
+        runtime.routing.trace.enter()
         return run(*args, **kwargs)
     if getattr(model, "_is_replica", False):
         raise RoutingError("DataParallel shares one routing between threads; use one process per GPU, or one GPU")

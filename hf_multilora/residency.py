@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -206,10 +207,14 @@ class Residency(Filling):
             if one is None or not any(layouts):
                 continue
             key, kept = tuple(map(id, layouts)), one.joint
-            if key not in joints and kept is not None and kept.layouts == tuple(layouts):
-                kept.take()
-                joints[key] = kept
-            one.joint = joints.setdefault(key, joints.get(key) or Joint(layouts, self.routing))
+            if key not in joints:
+                if kept is not None and kept.layouts == tuple(layouts):
+                    kept.take()
+                else:
+                    kept = Joint(layouts, self.routing)
+                kept.name, joints[key] = f"joint_{len(joints)}", kept
+            one.joint = joints[key]
+        self.routing.joints = SimpleNamespace(**{joint.name: joint for joint in joints.values()})
 
     def moved(self) -> None:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and

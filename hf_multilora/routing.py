@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .pool import BASE, Layout, RowTables, upload
+from .trace import Trace
 
 
 class RoutingError(RuntimeError):
@@ -55,6 +57,8 @@ class Routing:
     shifts  int         how often rank rows went elsewhere in their memory, as gaps between them were closed
     captured_at         `moves` when a graph was captured
     stamp               another number whenever anything above, or a layout, is another
+    trace               whether what is traced began at an entry point
+    joints              the tables of linears that are computed together, by name: see layers/joint.py
     shared              what one of several linears computed for the others: see layers/merged.py
     """
 
@@ -72,6 +76,8 @@ class Routing:
         self.moves = self.shifts = 0
         self.captured_at: int | None = None
         self.shared: tuple[Any, ...] | None = None
+        self.joints = SimpleNamespace()
+        self.trace = Trace()
         self.stamp = 0
         self._entered: tuple[Any, ...] | None = None
         self.tables: dict[tuple[torch.device, int], RowTables] = {}
@@ -282,6 +288,8 @@ class Routing:
             _entered=None,
             captured_at=None,
             wrote={},
+            joints=SimpleNamespace(),
+            trace=Trace(),
         )
         state.update(active=self.standing != BASE, uniform=self.standing if self.standing != BASE else None)
         state.update(rows=0, tokens=None, ragged=False)

@@ -118,8 +118,9 @@ def test_guards_grow_with_layers_nearly_as_the_bare_models(tmp_path: Path, backe
         family = Family(llama(num_hidden_layers=layers), tmp_path / str(layers), adapters)
         found.append((guards(family.base), guards(family.model(backend=backend, max_loras=2), ["a", None, "b", "a"])))
     (bare, ours), (bare_more, ours_more) = found
-    assert (ours_more - ours).total() < 1.6 * (bare_more - bare).total()
-    assert (ours_more - ours)["DUPLICATE_INPUT"] <= 12, "these are compared in Python"
+    assert (ours_more - ours).total() < 1.4 * (bare_more - bare).total()
+    kind = "DUPLICATE_INPUT"  # these are compared in Python; one is of the class of an activation
+    assert (ours_more - ours)[kind] <= (bare_more - bare)[kind] + 1
 
 
 def test_an_adapter_that_trains_other_modules(tmp_path: Path) -> None:

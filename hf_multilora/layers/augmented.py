@@ -26,6 +26,7 @@ from .merged import Merged
 from .one_a import has_one_a
 from .plain import can_lay, plain_call
 from .slots import ModuleSlots
+from .traced import ATTRIBUTE
 
 WASTED = 8  # computations for siblings that did not ask, after which each is computed alone
 Member = tuple[nn.Module, ModuleSlots]
@@ -67,6 +68,7 @@ def lay(members: Sequence[Member]) -> None:
             own_b = b[merged.places[i] : merged.places[i + 1]].view(capacity, slots.out_features)
             buffer[span], own_a[:], own_b[:] = own, slots.a, slots.b
             old, place = slots.merged, slots.index
+            members[i][0].__dict__.pop(ATTRIBUTE, None)
             slots.disturb()
             merged.before[i] = None if old is None else (old, place)
             slots.a, slots.b, slots.laid, slots.merged, slots.index = own_a, own_b, True, merged, i
@@ -83,6 +85,7 @@ def lay(members: Sequence[Member]) -> None:
 def unlay(module: nn.Module, slots: ModuleSlots) -> None:
     """Give weight, bias and rank rows storage of their own again."""
     merged = slots.merged
+    module.__dict__.pop(ATTRIBUTE, None)
     slots.disturb()
     with torch.inference_mode(False), torch.no_grad():
         at = None if merged is None else (merged, slots.index)

@@ -7,15 +7,18 @@ hooks, names and isinstance checks stay. `wrap` and `unwrap` do it and undo it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from ..routing import Routing
 from . import augmented
 from .rows import SlotRows
 from .slots import ModuleSlots
-from .traced import tell
+from .traced import ATTRIBUTE, tell
 
 # Outermost first: what a row's adapter saved in full stands for the base's output and its deltas
 ROLES = ("saved", "tokens", "lora", "experts")
@@ -53,7 +56,13 @@ class AdaptedLayer:
         super().register_parameter(name, param)  # type: ignore[misc]
         slots = self.__dict__.get("_lora")
         if isinstance(slots, ModuleSlots) and slots.merged is not None:
-            slots.merged.told = tell(slots.merged)
+            tell(slots.merged)
+
+    @torch.compiler.assume_constant_result
+    def _entered_routing(self) -> weakref.ref[Routing] | None:
+        """While a trace runs that began at an entry point of the model, its routing. Dynamo calls this once."""
+        routing = self._lora.routing
+        return weakref.ref(routing) if routing.trace.inside() else None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
@@ -88,9 +97,10 @@ def slots_of(module: nn.Module) -> Iterator[SlotRows]:
 def state_of(module: Any) -> dict[str, Any]:
     """What the module's class puts into a pickle."""
     own = getattr(type(module), "__getstate__", None)  # object has one from Python 3.11 on
-    if own is None or own is getattr(object, "__getstate__", None):
-        return dict(module.__dict__)
-    return dict(module.__getstate__())
+    plain = own is None or own is getattr(object, "__getstate__", None)
+    state = dict(module.__dict__ if plain else module.__getstate__())
+    state.pop(ATTRIBUTE, None)  # of a buffer that a copy does not lie in
+    return state
 
 
 def _rebuild(cls: type, mixins: tuple[type, ...]) -> Any:

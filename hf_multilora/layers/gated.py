@@ -7,6 +7,7 @@ the one of the class: batches without adapters, traced code, gradients, hooks on
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from .slots import ModuleSlots
 from .together import Product
 from .traced import product_traced
 
-ATTRIBUTE = "_gated"  # of the MLP: the names of its children, and the routing
-NEITHER = None, None
+NAMES, ROUTING = "_gated", "_gated_routing"  # of the MLP; the first as traced code reads it, see traced.py
 
 
 class GatedLayer:
@@ -48,41 +48,42 @@ def _mix(own: Any, read: Any, code: Any) -> type:
 
     @functools.wraps(read)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gate, routing = self.__dict__.get(ATTRIBUTE, NEITHER)
-        if gate is None or (not torch.compiler.is_compiling() and routing.idle):
+        names = self.__dict__.get(NAMES)
+        if names is None or (not torch.compiler.is_compiling() and self.__dict__[ROUTING].idle):
             return own.forward(self, *args, **kwargs)
         known = own.forward is read and read.__code__ is code
         if known and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            found = product(self, gate, args[0])
+            found = product(self, names, args[0])
             if found is not None:
-                return self._modules[gate.down](found)
+                return self._modules[names["down"]](found)
         return own.forward(self, *args, **kwargs)
 
     body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "_mixed": True, "forward": forward}
     return type(own.__name__, (GatedLayer, own), body)
 
 
-def product(module: nn.Module, names: Gate, x: Tensor) -> Tensor | None:
+def product(module: nn.Module, names: dict[str, str], x: Tensor) -> Tensor | None:
     """act(gate(x)) * up(x) [..., n] of x [..., K]; None where the children must be called for it."""
     modules, own = module._modules, module.__dict__
-    gate, up, act = modules.get(names.gate), modules.get(names.up), own.get(names.act, modules.get(names.act))
-    if names.gate in own or names.up in own or names.down in own or modules.get(names.down) is None:
+    gate_name, up_name, act_name, down_name = names.values()
+    gate, up, act = modules.get(gate_name), modules.get(up_name), own.get(act_name, modules.get(act_name))
+    if gate_name in own or up_name in own or down_name in own or modules.get(down_name) is None:
         return None
     if gate is None or up is None or not (_lora_alone(gate) and _lora_alone(up)):
         return None
-    slots: ModuleSlots = gate.__dict__["_lora"]
-    merged, index, tracing = slots.merged, slots.index, torch.compiler.is_compiling()
-    if merged is None or up.__dict__["_lora"].merged is not merged:
-        return None
-    if not tracing:
-        members = merged.members
-        if len(members) != 2 or members[index][0] is not gate or members[1 - index][0] is not up:
-            return None
     kind = None if isinstance(act, nn.Module) and not plain_call(act) else activation_of(act)
     if kind is None:
         return None
-    what = Product(index, kind)
-    return product_traced(merged, gate, up, x, what) if tracing else merged.product(x, what)
+    if torch.compiler.is_compiling():
+        return product_traced(gate, up, x, kind)
+    slots: ModuleSlots = gate.__dict__["_lora"]
+    merged, index = slots.merged, slots.index
+    if merged is None or up.__dict__["_lora"].merged is not merged:
+        return None
+    members = merged.members
+    if len(members) != 2 or members[index][0] is not gate or members[1 - index][0] is not up:
+        return None
+    return merged.product(x, Product(index, kind))
 
 
 def _lora_alone(module: nn.Module) -> bool:
@@ -94,13 +95,14 @@ def _lora_alone(module: nn.Module) -> bool:
 def follow(module: nn.Module, gate: Gate, routing: Routing) -> None:
     """Compute the MLP as one from now on. gate: as `gate_of` gives it."""
     own: Any = type(module)
-    module.__dict__[ATTRIBUTE] = gate, routing
+    module.__dict__[NAMES], module.__dict__[ROUTING] = asdict(gate), routing
     module.__class__ = _mixed(own)
 
 
 def unfollow(module: nn.Module) -> None:
     """Give the MLP its class back, if it was taken."""
-    if module.__dict__.pop(ATTRIBUTE, None) is not None and isinstance(module, GatedLayer):
+    module.__dict__.pop(ROUTING, None)
+    if module.__dict__.pop(NAMES, None) is not None and isinstance(module, GatedLayer):
         cls = type(module)
         if "_mixed" in cls.__dict__:  # else somebody has changed it since, and what is below does nothing any more
             module.__class__ = cls.__bases__[-1]

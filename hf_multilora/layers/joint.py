@@ -13,11 +13,13 @@ from ..routing import Routing
 class Joint:
     """starts and ranks of L linears that may have different rank rows: int32 [L, slots] each, at fixed addresses.
 
-    layouts: of each, None where it has no rank rows. first: one of them, whose `table` holds the rows of the call.
+    name: as the routing's `joints` have it. layouts: of each, None where it has no rank rows. first: one of them, whose
+    `table` holds the rows of the call.
     """
 
     @torch.inference_mode(False)  # else the tables could never be written again
     def __init__(self, layouts: Sequence[Layout | None], routing: Routing) -> None:
+        self.name = ""
         first = next(layout for layout in layouts if layout is not None)
         self.layouts, self.first, self.routing = tuple(layouts), first, routing
         self.tables = torch.zeros(2, len(layouts), first.starts.shape[1], dtype=torch.int32, device=first.device)

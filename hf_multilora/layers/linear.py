@@ -29,11 +29,13 @@ class LoraLinear(AdaptedLayer, kind="linear"):
         if not tracing and slots.routing.idle:
             return super().__call__(*args, **kwargs)
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
-        merged = slots.merged
-        one = len(args) + len(kwargs) == 1 and (args or "input" in kwargs) and isinstance(x, Tensor)
-        if merged is not None and one:  # else the class's forward will refuse
-            own: Any = self
-            out = compute_traced(merged, own, slots, x) if tracing else merged.compute(slots, x)
+        if (
+            len(args) + len(kwargs) == 1 and (args or "input" in kwargs) and isinstance(x, Tensor)
+        ):  # else it will refuse
+            if tracing:  # does without `slots`
+                out = compute_traced(self, x)
+            else:
+                out = None if slots.merged is None else slots.merged.compute(slots, x)
             if out is not None:
                 return out
         path = slots.path()

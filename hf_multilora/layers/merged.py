@@ -21,7 +21,7 @@ from .plain import plain_call
 from .rows import BASE_ONLY
 from .slots import ModuleSlots
 from .together import Product, Step, run
-from .traced import Told, modes, tell
+from .traced import modes, tell, untell
 
 
 class Merged:
@@ -29,7 +29,7 @@ class Merged:
 
     members: the linears and their rank rows, which are views of `buffer` and `b` while they are `laid`.
     one_a: they have one A (see one_a.py), so rank row p of all of them is row p of A, and `lanes` is 1, else L.
-    whole: all are. told: what traced code reads, see traced.py. sizes: their output features. width: rank rows of each
+    whole: all are. sizes: their output features. width: rank rows of each
     in the occupied prefix. used: views of that, and not numbers, since a traced graph takes tensors as inputs and would
     be traced anew for a number. wasted: runs whose outputs the other members did not take.
     """
@@ -55,14 +55,14 @@ class Merged:
         self.even = not any(number % 16 for row in table for number in row)
         self.step: Step | None = None  # the last one
         self._joint: Joint | None = None
-        self.told: Told | None = None
+        self._name = ""  # of the joint, as traced code was told
         self.leads: list[ModuleSlots] = []
         self.wasted = 0
         self.look()
 
     def look(self) -> None:
         """Set what follows from the members' rank rows and layouts."""
-        self.told = None  # an interrupt half way must not leave what was
+        untell(self)  # an interrupt half way must not leave what was
         all_slots = [slots for _, slots in self.members]
         self.whole = all(slots.laid and slots.merged is self for slots in all_slots)
         self.width = max((slots.layout.width for slots in all_slots if slots.layout is not None), default=0)
@@ -72,7 +72,7 @@ class Merged:
         self.step = None
         layouts = {id(slots.layout): slots for slots in reversed(all_slots) if slots.layout is not None}
         self.leads = list(layouts.values())[::-1]  # one for each layout
-        self.told = tell(self)
+        tell(self)
 
     @property
     def lanes(self) -> int:
@@ -92,9 +92,13 @@ class Merged:
 
     @joint.setter
     def joint(self, joint: Joint) -> None:
-        told = self.told if joint is self._joint else None
-        self._joint, self.step, self.told = joint, None, None
-        self.told = told or tell(self)
+        name = "" if joint is None else joint.name
+        same = joint is self._joint and name == self._name
+        if not same:
+            untell(self)
+        self._joint, self._name, self.step = joint, name, None
+        if not same:
+            tell(self)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -178,7 +182,7 @@ class Merged:
                 return None
         own = found[slots.index]
         if len(found) > 1:
-            if shared is not None:
+            if shared is not None and shared[4]:  # traced code's count for nothing
                 shared[0].wasted += 1
             version: int | None = None  # of x: none in inference mode
             if not x.is_inference():
