@@ -43,8 +43,9 @@ def summary(blocks: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def ratio(found: Mapping[str, Mapping[str, Any]], this: str = OURS, unit: str = BARE) -> float:
-    value: float = found[this]["ms"] / found[unit]["ms"]
-    return value
+    """Median of the ratios of neighbouring blocks: what drifts meanwhile is in both."""
+    blocks = zip(found[this]["blocks_ms"], found[unit]["blocks_ms"], strict=True)
+    return median(ours / bare for ours, bare in blocks)
 
 
 class Marks(StoppingCriteria):

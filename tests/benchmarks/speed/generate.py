@@ -28,6 +28,7 @@ from .steps import ROOM
 
 EAGER, STATIC, PEFT = "eager", "static", "peft"
 MODES: dict[str, dict[str, Any]] = {EAGER: {}, STATIC: {"cache_implementation": "static"}}
+ROUNDS = 3  # of bare, ours, ours, bare: the host's pace drifts
 PEFT_STEPS = 2  # of a block: a step of PEFT takes seconds where there are many adapters
 
 
@@ -91,7 +92,7 @@ def generate(stage: Stage, ours: Subject, mode: str, work: Work, found: dict[str
     for job in jobs.values():
         job()  # a call with stopping criteria, before the clock starts
     before = graphs()
-    timed = clock.palindrome(jobs, 2 * stage.settings.rounds)
+    timed = clock.palindrome(jobs, ROUNDS * stage.settings.rounds)
     found |= timed | {"kind": mode, "value": clock.ratio(timed)}
 
     def call(side: str, _: int, measure: Any) -> Any:

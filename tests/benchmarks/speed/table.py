@@ -17,7 +17,8 @@ WIDTH = 20
 def table(stage: str, record: Mapping[str, Any]) -> str:
     """One line per cell.
 
-    value: ratio to the bare model unless a unit follows. floor: the least that the device allows, in the value's unit.
+    value: ratio to the bare model, the median of neighbouring blocks, unless a unit follows. floor: the least that the
+    device allows, in the value's unit.
     err/PEFT: root mean square of the rows' errors against a wider dtype, over that of PEFT's formula in the base's own.
     """
     told = ", ".join(f"{record[key]}" for key in ("shape", "layers", "dtype", "device") if record.get(key) is not None)
