@@ -21,13 +21,14 @@ def lora_shrink_kernel(
     per range.
     STEPS: blocks of K that are summed apart and then added: float32 loses digits in one long chain of sums. PDL: it is
     launched while the kernel before it still runs, which may use the memory of h, and lets the next one start early.
+    Programs without work wait as well: the next kernel knows of the one before through this one's end alone.
     """
     slot, first, end = find_tile(tl.program_id(0), offsets, rows, tokens, slots, SLOTS, BLOCK_M)
-    if slot >= slots:
-        return
     piece, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
-    r = tl.load(ranks + piece * slots + slot)
+    r = tl.load(ranks + piece * slots + slot, mask=slot < slots, other=0)
     if block * BLOCK_R >= r:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     start = tl.load(starts + piece * slots + slot).to(tl.int64)
     token, live = tokens_of(order, first, end, tokens, BLOCK_M)
