@@ -97,6 +97,19 @@ def test_wherever_it_begins(family: Family, begin: Callable[[Any], Any]) -> None
 
 
 @torch.no_grad()
+def test_one_trace_serves_all_layers(family: Family) -> None:
+    model, count = made(family), CompileCounterWithBackend("eager")
+    for layer in model.model.layers:
+        layer.compile(backend=count, fullgraph=True)
+    for names in MIXES:
+        with model.adapters(names):
+            assert error(model(input_ids=INPUTS, use_cache=False).logits, family.truth(INPUTS, names)) < TOLERANCE
+    assert count.frame_count == 1
+    assert error(model(input_ids=INPUTS, use_cache=False).logits, family.truth(INPUTS, BASE)) < TOLERANCE
+    assert count.frame_count == 2
+
+
+@torch.no_grad()
 def test_two_models_in_one_trace(family: Family) -> None:
     one, other, count = made(family), Family.model(family, "a", "b", max_loras=2), CompileCounterWithBackend("eager")
     logits(other, INPUTS, MIXES[0])

@@ -64,6 +64,13 @@ class AdaptedLayer:
         routing = self._lora.routing
         return weakref.ref(routing) if routing.trace.inside() else None
 
+    @torch.compiler.assume_constant_result
+    def _buffer_name(self) -> str:
+        """One for all linears of a buffer, another for each buffer. A trace may take it as a constant: that linears of
+        one parent share one is in what it checks of them, see traced.py."""
+        merged = self._lora.merged
+        return "" if merged is None else merged.members[0][1].name
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if keep_vars or "_lora" not in self.__dict__ or self._lora.merged is None:

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "_traced"  # of a linear in a buffer
 
-# group: the same for all linears of the buffer. name: of the linear. numbers: its place in the buffer, flat, the
-# backend's name, that of the joint, lanes, even, whether there is a bias, and of each linear its columns and its place
-# in b. weight [N + w * lanes, K], bias: of the occupied prefix; all_weight, all_bias: of the whole pool. b,
-# slices: as `Merged` has them
+# name: of the linear, for errors only: what is checked must be alike in all layers, so that one trace can serve them.
+# numbers: names of the buffer's linears in their parent, the linear's place among them, flat, the backend's name, that
+# of the joint, lanes, even, whether there is a bias, and of each linear its columns and its place in b.
+# weight [N + w * lanes, K], bias: of the occupied prefix; all_weight, all_bias: of the whole pool. b, slices: as
+# `Merged` has them
 Told = dict[str, Any]
 
 
@@ -45,8 +46,11 @@ def tell(merged: Merged) -> None:
             module.__dict__.pop(ATTRIBUTE, None)
             continue
         numbers, tensors = facts
-        name = {"group": merged.members[0][1].name, "name": slots.name}
-        module.__dict__[ATTRIBUTE] = name | {"numbers": f"{index} {int(slots.flat)} {numbers}"} | tensors
+        names = (
+            "|".join(other.name.rpartition(".")[2] for _, other in merged.members) if len(merged.members) > 1 else ""
+        )
+        own = {"name": slots.name, "numbers": f"{names},{index},{int(slots.flat)},{numbers}"}
+        module.__dict__[ATTRIBUTE] = own | tensors
 
 
 def untell(merged: Merged) -> None:
@@ -72,7 +76,7 @@ def _facts(merged: Merged) -> tuple[str, Told] | None:
         "weight": weight, "bias": bias, "all_weight": merged.buffer, "all_bias": merged.bias_buffer, "b": merged.b,
         "slices": merged.slices,
     }  # fmt: skip
-    return " ".join(map(str, (backend, joint.name, *numbers))), tensors
+    return ",".join(map(str, (backend, joint.name, *numbers))), tensors
 
 
 def routing_of(module: Any) -> Routing:
@@ -99,8 +103,8 @@ def compute_traced(module: Any, x: Tensor) -> Tensor | None:
     if not _plain(module):
         routing.shared = None
         return None
-    index = int(told["numbers"].split()[0])
-    if shared is not None and shared[0] == told["group"] and shared[1] is x and not shared[4]:
+    index, buffer = int(told["numbers"].split(",")[1]), module._buffer_name()
+    if shared is not None and shared[0] == buffer and shared[1] is x and not shared[4]:
         outs = shared[5]
         if outs[index] is not None and shared[2] == modes(x):
             own: Tensor = outs[index]
@@ -114,7 +118,7 @@ def compute_traced(module: Any, x: Tensor) -> Tensor | None:
     rest: list[Tensor | None] = [None] * (index + 1)  # what its code calls before it may come after a change
     rest += found[index + 1 :]
     if index + 1 < len(found):
-        routing.shared = told["group"], x, modes(x), None, [], rest
+        routing.shared = buffer, x, modes(x), None, [], rest
     return found[index]
 
 
@@ -128,10 +132,13 @@ def _plain(module: nn.Module) -> bool:
     return not any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
-def product_traced(gate: nn.Module, up: nn.Module, x: Tensor, act: str) -> Tensor | None:
+def product_traced(gate: Any, up: Any, x: Tensor, act: str) -> Tensor | None:
     """`Merged.product` in traced code, of two linears that are alone in one buffer."""
     own, other = gate.__dict__.get(ATTRIBUTE), up.__dict__.get(ATTRIBUTE)
-    if own is None or other is None or gate is up or own["group"] != other["group"]:
+    if own is None or other is None or gate is up:
+        return None
+    names, others = (told["numbers"].split(",")[0] for told in (own, other))
+    if names != others or gate._buffer_name() != up._buffer_name():
         return None
     routing = routing_of(gate)
     if not routing.open or not (_plain(gate) and _plain(up)):
@@ -144,7 +151,7 @@ def _run(told: Told, routing: Routing, x: Tensor, act: str | None = None) -> lis
     """As `together.run`; act: the product of a gated MLP, whose gate is the linear. Kernels as operations of their own
     at any number of tokens: what Inductor made of the same in plain torch took longer for 8 tokens, as a sum over the
     ranks and as products added one by one, and up to four times as long to compile."""
-    own, flat, backend, name, *rest = told["numbers"].split()
+    _, own, flat, backend, name, *rest = told["numbers"].split(",")
     lanes, even, biased, *pairs = [int(number) for number in rest]
     joint, sizes, places = getattr(routing.joints, name), pairs[::2], pairs[1::2]
     table = joint.first.table
