@@ -19,6 +19,7 @@ from .kernels.backends import TORCH, Backend, choose, why_not_triton
 from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
 from .layers.joint import Joint
+from .layers.merged import Merged
 from .patches.facts import Facts
 from .pool import Layout, bucket
 from .routing import RoutingError
@@ -201,6 +202,7 @@ class Residency(Filling):
         """Give linears that are computed together tables of all their rank rows; those with the same layouts share
         them. Tables of layouts that stay keep their addresses, as captured graphs read them."""
         joints: dict[tuple[int, ...], Joint] = {}
+        seats: list[tuple[Merged, Joint]] = []
         merged = {id(site.merged): site.merged for _, site in self.sites.values() if isinstance(site, ModuleSlots)}
         for one in merged.values():
             layouts = [] if one is None else [site.layout for _, site in one.members]
@@ -212,9 +214,18 @@ class Residency(Filling):
                     kept.take()
                 else:
                     kept = Joint(layouts, self.routing)
-                kept.name, joints[key] = f"joint_{len(joints)}", kept
-            one.joint = joints[key]
-        self.routing.joints = SimpleNamespace(**{joint.name: joint for joint in joints.values()})
+                joints[key] = kept
+            seats.append((one, joints[key]))
+        named = {f"joint_{i}": joint for i, joint in enumerate(joints.values())}
+        known = vars(self.routing.joints)
+        if any(known.get(name, joint) is not joint for name, joint in named.items()):
+            for one, _ in seats:  # an interrupt may come before all know the new names
+                one.untell()
+        for name, joint in named.items():
+            joint.name = name
+        self.routing.joints = SimpleNamespace(**named)
+        for one, joint in seats:
+            one.joint = joint
 
     def moved(self) -> None:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and

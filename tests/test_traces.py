@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from hf_multilora.layers import merged
+from hf_multilora.layers.merged import Merged
 from tests.tiny import Family, error, llama, logits, same_ids
 
 INPUTS, MIXES = same_ids(3), (["a", None, "b"], ["b", "a", None], [None, "b", "b"])
@@ -149,3 +151,55 @@ def test_copies_take_nothing_that_was_told(family: Family, copied: Callable[[Any
     check(family, lambda: whole(twin)(input_ids=INPUTS).logits, twin)
     bare = model.unpatch()
     assert not any(name.startswith(("_traced", "_gated")) for module in bare.modules() for name in module.__dict__)
+
+
+@pytest.mark.parametrize("where", ["untell", "joint", "tell"])
+@torch.no_grad()
+def test_an_interrupt_while_tables_get_other_names(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a request inside another: what is traced in the outer one is right or raises, as tables lack its rows; after
+    an untraced call it is right."""
+    torch._dynamo.reset()
+    adapters: dict[str, Any] = {"a": {"r": 2, "targets": ALL}, "b": {"r": 5, "targets": ALL}}
+    adapters |= {"v": {"r": 4, "targets": ("v_proj",)}, "up": {"r": 3, "targets": ("q_proj", "up_proj")}}
+    family = Family(llama(num_hidden_layers=2), tmp_path, adapters)
+    steps: dict[str, tuple[Any, str, Any]] = {
+        "untell": (Merged, "untell", Merged.untell), "joint": (Merged, "joint", Merged.joint.fset),  # type: ignore[attr-defined]
+        "tell": (merged, "tell", merged.tell),
+    }  # fmt: skip
+    place, name, real = steps[where]
+    left, cut = [0], 0
+
+    def counted(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    changed: Any = Merged.joint.setter(counted) if where == "joint" else counted  # type: ignore[attr-defined]
+    for other in ("v", "up"):
+        for step in (0, 4, 9):
+            model = family.model(*adapters, max_loras=4)
+            logits(model, INPUTS, MIXES[0])
+            run = whole(model)
+            with model.adapters(MIXES[0]):
+                assert error(run(input_ids=INPUTS).logits, family.truth(INPUTS, MIXES[0])) < TOLERANCE
+                for _ in range(2):
+                    with monkeypatch.context() as patched:
+                        patched.setattr(place, name, changed)
+                        left[0] = step
+                        try:
+                            with model.adapters([other, None, other]):
+                                pass
+                        except KeyboardInterrupt:
+                            cut += 1
+                    try:
+                        got = run(input_ids=INPUTS).logits
+                    except torch._dynamo.exc.TorchDynamoException:
+                        pass
+                    else:
+                        assert error(got, family.truth(INPUTS, MIXES[0])) < TOLERANCE
+                    for answer in (model, run):
+                        assert error(answer(input_ids=INPUTS).logits, family.truth(INPUTS, MIXES[0])) < TOLERANCE
+            if left[0] > 0:
+                break
+    assert cut > 3

@@ -59,13 +59,13 @@ class AdaptedLayer:
             tell(slots.merged)
 
     @torch.compiler.assume_constant_result
-    def _entered_routing(self) -> weakref.ref[Routing] | None:
+    def _multilora_routing(self) -> weakref.ref[Routing] | None:
         """While a trace runs that began at an entry point of the model, its routing. Dynamo calls this once."""
         routing = self._lora.routing
         return weakref.ref(routing) if routing.trace.inside() else None
 
     @torch.compiler.assume_constant_result
-    def _buffer_name(self) -> str:
+    def _multilora_buffer(self) -> str:
         """One for all linears of a buffer, another for each buffer. A trace may take it as a constant: that linears of
         one parent share one is in what it checks of them, see traced.py."""
         merged = self._lora.merged

@@ -55,7 +55,7 @@ class Merged:
         self.even = not any(number % 16 for row in table for number in row)
         self.step: Step | None = None  # the last one
         self._joint: Joint | None = None
-        self._name = ""  # of the joint, as traced code was told
+        self.joint_name = ""  # under which traced code finds it; none: it is not told
         self.leads: list[ModuleSlots] = []
         self.wasted = 0
         self.look()
@@ -92,13 +92,16 @@ class Merged:
 
     @joint.setter
     def joint(self, joint: Joint) -> None:
-        name = "" if joint is None else joint.name
-        same = joint is self._joint and name == self._name
-        if not same:
-            untell(self)
-        self._joint, self._name, self.step = joint, name, None
-        if not same:
+        self.step = None
+        if joint is not self._joint or joint.name != self.joint_name:
+            self.untell()
+            self._joint, self.joint_name = joint, joint.name
             tell(self)
+
+    def untell(self) -> None:
+        """Traced code computes each linear alone until the joint is set again."""
+        untell(self)
+        self.joint_name = ""
 
     @torch.inference_mode(False)
     @torch.no_grad()

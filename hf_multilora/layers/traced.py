@@ -61,8 +61,8 @@ def untell(merged: Merged) -> None:
 
 
 def _facts(merged: Merged) -> tuple[str, Told] | None:
-    joint, leads, (weight, bias) = merged.joint, merged.leads, merged.used
-    if not merged.whole or joint is None or not leads or not all(slots.mixable for slots in leads):
+    joint, leads, (weight, bias) = merged.joint_name, merged.leads, merged.used
+    if not merged.whole or not joint or not leads or not all(slots.mixable for slots in leads):
         return None
     if not all(map(merged.lies, range(len(merged.members)))):
         return None
@@ -76,13 +76,13 @@ def _facts(merged: Merged) -> tuple[str, Told] | None:
         "weight": weight, "bias": bias, "all_weight": merged.buffer, "all_bias": merged.bias_buffer, "b": merged.b,
         "slices": merged.slices,
     }  # fmt: skip
-    return ",".join(map(str, (backend, joint.name, *numbers))), tensors
+    return ",".join(map(str, (backend, joint, *numbers))), tensors
 
 
 def routing_of(module: Any) -> Routing:
     """In traced code. Where the trace began at an entry point of the model, the routing is one that it has read there,
     with all checks, so here it is taken as a constant; else by the linear's rank rows."""
-    known = module._entered_routing()
+    known = module._multilora_routing()
     own: Routing = module.__dict__["_lora"].routing if known is None else known()
     return own
 
@@ -103,7 +103,7 @@ def compute_traced(module: Any, x: Tensor) -> Tensor | None:
     if not _plain(module):
         routing.shared = None
         return None
-    index, buffer = int(told["numbers"].split(",")[1]), module._buffer_name()
+    index, buffer = int(told["numbers"].split(",")[1]), module._multilora_buffer()
     if shared is not None and shared[0] == buffer and shared[1] is x and not shared[4]:
         outs = shared[5]
         if outs[index] is not None and shared[2] == modes(x):
@@ -138,7 +138,7 @@ def product_traced(gate: Any, up: Any, x: Tensor, act: str) -> Tensor | None:
     if own is None or other is None or gate is up:
         return None
     names, others = (told["numbers"].split(",")[0] for told in (own, other))
-    if names != others or gate._buffer_name() != up._buffer_name():
+    if names != others or gate._multilora_buffer() != up._multilora_buffer():
         return None
     routing = routing_of(gate)
     if not routing.open or not (_plain(gate) and _plain(up)):
