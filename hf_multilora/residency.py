@@ -213,7 +213,7 @@ class Residency(Filling):
                 if kept is not None and kept.layouts == tuple(layouts):
                     kept.take()
                 else:
-                    kept = Joint(layouts, self.routing)
+                    kept = Joint(layouts)
                 joints[key] = kept
             seats.append((one, joints[key]))
         named = {f"joint_{i}": joint for i, joint in enumerate(joints.values())}

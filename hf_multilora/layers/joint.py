@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from ..pool import Layout, fixed, upload
-from ..routing import Routing
 
 
 class Joint:
@@ -18,10 +17,10 @@ class Joint:
     """
 
     @torch.inference_mode(False)  # else the tables could never be written again
-    def __init__(self, layouts: Sequence[Layout | None], routing: Routing) -> None:
+    def __init__(self, layouts: Sequence[Layout | None]) -> None:
         self.name = ""
         first = next(layout for layout in layouts if layout is not None)
-        self.layouts, self.first, self.routing = tuple(layouts), first, routing
+        self.layouts, self.first = tuple(layouts), first
         self.tables = torch.zeros(2, len(layouts), first.starts.shape[1], dtype=torch.int32, device=first.device)
         self.starts, self.ranks = self.tables.unbind()
         fixed(self.starts, self.ranks)

@@ -29,13 +29,13 @@ class LoraLinear(AdaptedLayer, kind="linear"):
         if not tracing and slots.routing.idle:
             return super().__call__(*args, **kwargs)
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
-        if (
-            len(args) + len(kwargs) == 1 and (args or "input" in kwargs) and isinstance(x, Tensor)
-        ):  # else it will refuse
-            if tracing:  # does without `slots`
+        alone = len(args) + len(kwargs) == 1 and (args or "input" in kwargs)  # else the class's forward will refuse
+        if alone and isinstance(x, Tensor):
+            out: Tensor | None = None
+            if tracing:  # nothing of `slots` is read
                 out = compute_traced(self, x)
-            else:
-                out = None if slots.merged is None else slots.merged.compute(slots, x)
+            elif slots.merged is not None:
+                out = slots.merged.compute(slots, x)
             if out is not None:
                 return out
         path = slots.path()
