@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ATTRIBUTE = "_traced"  # of a linear in a buffer
 
 # name: of the linear, for errors only: what is checked must be alike in all layers, so that one trace can serve them.
-# numbers: names of the buffer's linears in their parent, the linear's place among them, flat, the backend's name, that
+# numbers: the linear's place among those of the buffer, flat, their names in their parent, the backend's name, that
 # of the joint, lanes, even, whether there is a bias, and of each linear its columns and its place in b.
 # weight [N + w * lanes, K], bias: of the occupied prefix; all_weight, all_bias: of the whole pool. b, slices: as
 # `Merged` has them
@@ -46,10 +46,7 @@ def tell(merged: Merged) -> None:
             module.__dict__.pop(ATTRIBUTE, None)
             continue
         numbers, tensors = facts
-        names = (
-            "|".join(other.name.rpartition(".")[2] for _, other in merged.members) if len(merged.members) > 1 else ""
-        )
-        own = {"name": slots.name, "numbers": f"{names},{index},{int(slots.flat)},{numbers}"}
+        own = {"name": slots.name, "numbers": f"{index},{int(slots.flat)},{numbers}"}
         module.__dict__[ATTRIBUTE] = own | tensors
 
 
@@ -76,7 +73,8 @@ def _facts(merged: Merged) -> tuple[str, Told] | None:
         "weight": weight, "bias": bias, "all_weight": merged.buffer, "all_bias": merged.bias_buffer, "b": merged.b,
         "slices": merged.slices,
     }  # fmt: skip
-    return ",".join(map(str, (backend, joint, *numbers))), tensors
+    names = [slots.name.rpartition(".")[2] for _, slots in merged.members]
+    return ",".join(map(str, ("|".join(names) if len(names) > 1 else "", backend, joint, *numbers))), tensors
 
 
 def routing_of(module: Any) -> Routing:
@@ -103,7 +101,7 @@ def compute_traced(module: Any, x: Tensor) -> Tensor | None:
     if not _plain(module):
         routing.shared = None
         return None
-    index, buffer = int(told["numbers"].split(",")[1]), module._multilora_buffer()
+    index, buffer = int(told["numbers"].split(",")[0]), module._multilora_buffer()
     if shared is not None and shared[0] == buffer and shared[1] is x and not shared[4]:
         outs = shared[5]
         if outs[index] is not None and shared[2] == modes(x):
@@ -137,7 +135,7 @@ def product_traced(gate: Any, up: Any, x: Tensor, act: str) -> Tensor | None:
     own, other = gate.__dict__.get(ATTRIBUTE), up.__dict__.get(ATTRIBUTE)
     if own is None or other is None or gate is up:
         return None
-    names, others = (told["numbers"].split(",")[0] for told in (own, other))
+    names, others = (told["numbers"].split(",")[2] for told in (own, other))
     if names != others or gate._multilora_buffer() != up._multilora_buffer():
         return None
     routing = routing_of(gate)
@@ -151,7 +149,7 @@ def _run(told: Told, routing: Routing, x: Tensor, act: str | None = None) -> lis
     """As `together.run`; act: the product of a gated MLP, whose gate is the linear. Kernels as operations of their own
     at any number of tokens: what Inductor made of the same in plain torch took longer for 8 tokens, as a sum over the
     ranks and as products added one by one, and up to four times as long to compile."""
-    _, own, flat, backend, name, *rest = told["numbers"].split(",")
+    own, flat, _, backend, name, *rest = told["numbers"].split(",")
     lanes, even, biased, *pairs = [int(number) for number in rest]
     joint, sizes, places = getattr(routing.joints, name), pairs[::2], pairs[1::2]
     table = joint.first.table

@@ -116,7 +116,7 @@ def operations(device: str, backends: Sequence[str], *, guarded: bool) -> int:
 
 
 def models(shop: Workshop, backend: str, dtype: torch.dtype) -> int:
-    """Mixed batches of a tiny model, whose layers launch the kernels as they do in use; those for prompts with 16 bits
+    """Mixed batches of a tiny model, whose layers launch the kernels as they do in use; the wide ones with 16 bits
     only."""
     shop.clear()
     shop.settings.backend, shop.dtype = backend, dtype
