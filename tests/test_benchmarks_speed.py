@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from hf_multilora.kernels.launch import Launcher
 from hf_multilora.siblings import siblings_of
 from tests.benchmarks import gpu_contenders, gpu_timing
 from tests.benchmarks.gate import GateError
 from tests.benchmarks.speed import __main__ as speed
 from tests.benchmarks.speed import clock, compiled, kernel_calls, linears, sanitize, stage, streams, targets
+from tests.kernels import test_gated
+from tests.kernels.suite import INTERPRETED
 from tests.test_benchmarks import Replay
 
 TINY = (
@@ -242,19 +245,38 @@ def test_guards_notice_what_is_written_beside() -> None:
     ("says", "status", "wanted"),
     [
         (kernel_calls.DONE, 0, "note"),
-        ("ERROR SUMMARY: 1 error", sanitize.FOUND, "found errors"),
+        ("========= a hazard", sanitize.FOUND, "found errors:\n========= a hazard"),
         ("AssertionError", 1, "answer was wrong"),
         ("Unable to start", 255, "skipped"),
     ],
 )
 def test_what_the_sanitizer_says(says: str, status: int, wanted: str, tmp_path: Path) -> None:
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f"#!/bin/sh\necho '{says}'\nexit {status}\n")
+    tool.write_text(f"#!/bin/sh\necho '{says}'; echo \"$*\" > {tmp_path}/asked\nexit {status}\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     found: dict[str, Any] = {}
     if wanted in ("note", "skipped"):
-        sanitize.watched(str(tool), "memcheck", found)
+        sanitize.watched(str(tool), "racecheck", found)
         assert wanted in found
     else:
         with pytest.raises(GateError, match=wanted):
-            sanitize.watched(str(tool), "memcheck", found)
+            sanitize.watched(str(tool), "racecheck", found)
+    asked = (tmp_path / "asked").read_text()
+    assert "--tool racecheck" in asked and asked.endswith("kernel_calls --models float32\n")
+
+
+@INTERPRETED
+def test_calls_of_each_expand(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, launch = set[str](), Launcher.__call__
+
+    def noted(self: Launcher, *pointers: Any) -> None:
+        kernels.add(self.kernel.fn.__name__)
+        launch(self, *pointers)
+
+    monkeypatch.setattr(Launcher, "__call__", noted)
+    assert kernel_calls.laid("cpu") == 40
+    some = {f"lora_{kind}_kernel" for kind in ("expand", "expand_rows", "expand_wide", "gated_rows", "gated_wide")}
+    assert kernels == some | {"lora_gated_kernel", "lora_shrink_kernel"}
+    monkeypatch.setattr(test_gated, "ACTS", {"silu": torch.nn.functional.relu, "gelu_tanh": torch.tanh})
+    with pytest.raises(GateError, match=r"rows, a decode, torch.float32: tests.kernels.test_gated.laid"):
+        kernel_calls.laid("cpu")

@@ -110,6 +110,11 @@ class Case:
     def used(self, rows: Sequence[int] | None = None) -> set[int]:
         return set(self.rows if rows is None else rows) - {BASE}
 
+    def on(self, device: str) -> Case:
+        """With its tensors there."""
+        tensors = {name: value.to(device) for name, value in self.__dict__.items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
     def to(self, **dtypes: torch.dtype) -> Case:
         """With other dtypes of some tensors."""
         return replace(self, **{name: getattr(self, name).to(dtype) for name, dtype in dtypes.items()})
@@ -270,8 +275,10 @@ def poisoned_h(c: Case, h: Tensor, tables: Tables) -> Tensor:
 
 
 def own_columns(c: Case) -> tuple[Tensor, Tensor]:
-    """y [R, T, N] and h [1, R, T, P * L] as views of one buffer, as a matmul with the augmented weight gives them."""
-    both = torch.cat((c.y, torch.matmul(c.x, c.a.T).to(c.y.dtype)), 2)
+    """y [R, T, N] and h [1, R, T, P * L] as views of one buffer, as a matmul with the augmented weight gives them. h
+    has no error but its rounding: it is none of what is checked."""
+    h = torch.matmul(c.x.cpu().double(), c.a.cpu().double().T)
+    both = torch.cat((c.y, h.to(c.y)), 2)
     return both[..., : c.y.shape[2]], both[..., c.y.shape[2] :][None]
 
 

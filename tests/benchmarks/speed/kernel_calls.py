@@ -1,6 +1,6 @@
 """A small set of calls of the kernels, each checked: what compute-sanitizer watches, or NaN around all tensors.
 
-python -m tests.benchmarks.speed.kernel_calls --device cuda; prints DONE at the end.
+python -m tests.benchmarks.speed.kernel_calls --models float32 bfloat16; prints DONE at the end.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_multilora.kernels import ops
+from hf_multilora.kernels import ops, triton_laid
 from hf_multilora.kernels.backends import TORCH, TRITON, TRITON_FIXED
-from tests.kernels import properties
-from tests.kernels.suite import SHAPES, Case, case, closed, joined, own_columns, poisoned_h
+from tests.kernels import properties, test_gated, test_laid
+from tests.kernels.suite import EXPANDS, SHAPES, Case, case, closed, joined, own_columns, poisoned_h
 
 from .. import gpu_gate as gate
 from ..gate import GateError
@@ -34,6 +34,10 @@ GUARD = 4096  # elements of NaN on both sides of a tensor
 MORE: dict[str, dict[str, Any]] = {
     "a wide decode": {"slots": 64, "rows": 70, "tokens": 1, "r": 16, "k": 200, "widths": (136,)},
     "a prompt": {"slots": 8, "rows": 3, "tokens": 70, "r": 13, "k": 256, "widths": (256, 64, 64)},
+}
+LAID: dict[str, dict[str, Any]] = {
+    "a decode": {"rows": 9, "tokens": 1, "r": 16},
+    "longer rows": {"rows": 3, "tokens": 21, "r": 40},
 }
 WORKS = (
     Work("decode", 1, 5, 1, 4),
@@ -81,14 +85,13 @@ class Guards:
 
 def check_there(c: Case, name: str, device: str) -> None:
     """A case of the host, of which the device computes the operations and nothing else: a tool watches each launch."""
-    x, a, y, b = (t.to(device) for t in (c.x, c.a, c.y, c.b))
-    tables, extras = c.tables(), {key: t if t is None else t.to(device) for key, t in c.extras().items()}
-    there = tuple(t.to(device) for t in tables)
-    h = ops.lora_shrink(x, a, *there, c.max_rank, backend=name).cpu()
-    some = poisoned_h(c, h, tables).to(device)
-    out = ops.lora_expand(y, some, b, *there, **extras, backend=name).cpu()
+    away = c.on(device)
+    tables, extras = away.tables(), away.extras()
+    h = ops.lora_shrink(away.x, away.a, *tables, c.max_rank, backend=name).cpu()
+    some = poisoned_h(c, h, c.tables()).to(device)
+    out = ops.lora_expand(away.y, some, away.b, *tables, **extras, backend=name).cpu()
     own = own_columns(c)[1].masked_fill(closed(c)[None, :, None], torch.nan).to(device)
-    all_columns = ops.lora_expand(y, own, b, *there, **extras, own_columns=True, backend=name).cpu()
+    all_columns = ops.lora_expand(away.y, own, away.b, *tables, **extras, own_columns=True, backend=name).cpu()
     properties.check_answers(c, h.sum(0), [joined(c, out), joined(c, all_columns)])
 
 
@@ -115,6 +118,25 @@ def operations(device: str, backends: Sequence[str], *, guarded: bool) -> int:
     return count
 
 
+def laid(device: str) -> int:
+    """The expands of linears in one buffer and of gated MLPs, by each of their kernels; how many calls there were."""
+    count, small = 0, torch.float16 if device == "cpu" else torch.bfloat16
+    for kernel, constants in EXPANDS.items():
+        for dtype in (torch.float32, small) if kernel != "wide" else (small,):
+            for shape, told in LAID.items():
+                with mock.patch.multiple(triton_laid, **constants):
+                    c, both = case(dtype, widths=(144, 32, 16), **told), test_gated.pair(dtype, 80, **told)
+                    try:
+                        for run in (test_laid.laid, test_laid.after_shrink):
+                            test_laid.check(c, lambda c, run=run: [out.cpu() for out in run(c.on(device))])
+                        for run in (test_gated.laid, test_gated.after_shrink):
+                            test_gated.check(both, run(both.on(device), 0, "silu").cpu(), 0, "silu")
+                    except AssertionError as error:
+                        raise GateError(f"{kernel}, {shape}, {dtype}: {run.__module__}.{run.__name__}") from error
+                count += 4
+    return count
+
+
 def models(shop: Workshop, backend: str, dtype: torch.dtype) -> int:
     """Mixed batches of a tiny model, whose layers launch the kernels as they do in use; the wide ones with 16 bits
     only."""
@@ -135,14 +157,15 @@ def models(shop: Workshop, backend: str, dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def run(shop: Workshop, *, guarded: bool) -> int:
-    """All calls on the workshop's device; raises AssertionError where one is wrong."""
+def run(shop: Workshop, kinds: Sequence[torch.dtype], *, guarded: bool) -> int:
+    """All calls on the workshop's device, models of these dtypes; raises AssertionError where one is wrong."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
     cuda = shop.device.startswith("cuda")
     count = operations(shop.device, (TRITON, TRITON_FIXED) if cuda else (TORCH,), guarded=guarded)
+    count += laid(shop.device) if cuda else 0
     dtype = shop.dtype
-    for kind in (torch.float32, torch.bfloat16):
+    for kind in kinds:
         count += models(shop, TRITON if cuda else TORCH, kind)
     shop.dtype = dtype
     return count
@@ -151,9 +174,11 @@ def run(shop: Workshop, *, guarded: bool) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    device = parser.parse_args(argv).device
-    settings = arguments(["--device", device, "--shape", "tiny", "--dtype", "float32"], None, ["all"])
-    count = run(Workshop(settings, print), guarded=False)
+    parser.add_argument("--models", nargs="*", default=[], choices=("float32", "bfloat16"), help="dtypes")
+    given = parser.parse_args(argv)
+    settings = arguments(["--device", given.device, "--shape", "tiny", "--dtype", "float32"], None, ["all"])
+    kinds = [getattr(torch, name) for name in given.models]
+    count = run(Workshop(settings, print), kinds, guarded=False)
     print(f"{count} calls\n{DONE}", flush=True)
     return 0
 
