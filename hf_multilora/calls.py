@@ -40,6 +40,9 @@ def forward(
             )
         runtime.routing.trace.enter()
         return run(*args, **kwargs)
+    if runtime.sharded and torch.is_grad_enabled():  # its parts are local tensors only without gradients
+        with torch.no_grad():
+            return forward(model, run, args, kwargs, names, ids)
     if getattr(model, "_is_replica", False):
         raise RoutingError("DataParallel shares one routing between threads; use one process per GPU, or one GPU")
     for typo, name in TYPOS.items():

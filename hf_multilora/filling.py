@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .layers import ExpertSlots, SlotRows
 from .layers.one_a import apart
 from .layers.rows import Pool, home_of, own_tensor
 from .moe import experts_of
+from .parallel import ALL
 from .patches.facts import Facts
 from .pool import pool_rows
 from .sites import Sites
@@ -107,6 +109,9 @@ class Filling(Sites):
     def pack(self, adapter: Adapter) -> HostAdapter:
         """The adapter in host memory, page-locked where it goes to a CUDA device. Raises as `host.pack` does."""
         names = self.first_sites(adapter.factors)
+        if self.shards:
+            factors = {given: self.shards.get(names[given], ALL).of(pair) for given, pair in adapter.factors.items()}
+            adapter = replace(adapter, factors=factors)
         host = pack(adapter, names, {name: self.dtype_of(name) for name in names.values()})
         if any(home_of(self.module_of(name)).type == "cuda" for name in names.values()):
             host.pin()

@@ -14,7 +14,8 @@ from .formats import AUTO_CLASSES, adapter_from_tensors
 from .formats.files import locate, open_tensors, parse_config
 from .layers.base import AdaptedLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
-from .patches.facts import facts_of, is_distributed
+from .parallel import require_known
+from .patches.facts import facts_of
 from .renames import checkpoint_renames
 from .runtime import Runtime
 
@@ -175,8 +176,7 @@ def progress(adapters: Mapping[str, str]) -> Any:
 
 def require_patchable(model: Any) -> None:
     """Raises for a model that is sharded, holds adapters of PEFT or shares a module with a MultiLoRAModel."""
-    if any(is_distributed(p) for p in model.parameters()):
-        raise NotImplementedError("the base is sharded over several devices (DTensor), which is not supported yet")
+    require_known(model)
     tuned = next((n for n, module in model.named_modules() if is_tuner(module) or is_trained_copy(module)), None)
     if tuned is not None:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .formats import ExpertsShape, ModuleShape, Projection
+from .parallel import cuts_of
 from .patches.experts import PARAMETERS, REFUSED, Held
 from .sources import source_of
 
@@ -41,7 +42,8 @@ def experts_of(module: Any) -> ModuleShape | None:
             projections[f"{name}_bias"] = Projection(f"{name}_bias", 1, out)
     if module.has_gate and module.is_concatenated:
         projections |= _halves(projections[first])
-    shape = ExpertsShape(module.num_experts, projections, tuple(parameters), bool(module.is_transposed))
+    count = parameters[first].shape[0]  # of all processes, num_experts are of this one
+    shape = ExpertsShape(count, projections, tuple(parameters), bool(module.is_transposed))
     return ModuleShape("experts", experts=shape)
 
 
@@ -77,8 +79,10 @@ def _refusal(module: Any, first: str) -> str | None:
             return f"its {name} is no plain parameter with one entry per expert"
         if tensor.dtype.itemsize == 1:
             return f"its {name} is quantized ({tensor.dtype})"
-        if tensor.shape[0] != module.num_experts:
-            return f"its {name} holds {tensor.shape[0]} experts, num_experts is {module.num_experts}"
+        own = cuts_of(tensor).get(0)
+        count = tensor.shape[0] if own is None else own.size
+        if count != module.num_experts:
+            return f"its {name} holds {count} experts, num_experts is {module.num_experts}"
     return None
 
 

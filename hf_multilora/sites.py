@@ -37,6 +37,7 @@ from .layers import (
     wrap,
 )
 from .layers.rows import own_tensor
+from .parallel import ALL, Shard, shard_of, sharded_modules
 from .patches.experts import teller_of
 from .patches.facts import Facts
 from .routing import Routing
@@ -62,6 +63,8 @@ class Sites:
         self.parents: dict[str, tuple[nn.Module, str]] = {}
         self._families: list[list[tuple[nn.Module, ModuleSlots]]] | None = None
         self.tellers: dict[str, nn.Module] = {}  # site inside experts -> the module that knows whose tokens it gets
+        self.shards: dict[str, Shard] = {}  # adapted sites of which this process has a part
+        self.sharded = any(True for _ in sharded_modules(model))
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)
@@ -96,7 +99,8 @@ class Sites:
                 self.release_site(name)
             path, role = split_site(name)
             module, shape = self.model.get_submodule(path), census[path]
-            sizes, flat = widths(role, shape), self.facts.matches("flat", path)
+            shard, flat = self.shard(name, module, shape), self.facts.matches("flat", path)
+            sizes = shard.widths(*widths(role, shape))
             teller = teller_of(self.model, path)
             slots: SlotRows
             if role == LORA:
@@ -107,8 +111,9 @@ class Sites:
                 assert shape.experts is not None
                 projection = shape.experts.projections[split_half(role)[0]]
                 slots = ExpertSlots(
-                    path, *sizes, self.routing, role=role, parameter=projection.parameter, count=shape.experts.count,
-                    first=projection.first, mixable=shape.mixable,
+                    path, *sizes, self.routing, role=role, parameter=projection.parameter,
+                    count=shape.experts.count if shard.experts is None else shard.experts.size,
+                    first=projection.first if shard.first is None else shard.first, mixable=shape.mixable,
                 )  # fmt: skip
                 slots.config = module.__dict__.get("config")
             else:
@@ -125,7 +130,9 @@ class Sites:
             if teller is not None and is_lora(name):
                 self.tellers[name] = teller[1]
                 outside.follow(*teller, slots, name)
-            wrap(module, outside.layer_kind(module, shape.kind), slots)
+            if shard is not ALL:
+                self.shards[name] = shard
+            wrap(module, "sharded" if shard.inner else outside.layer_kind(module, shape.kind), slots)
 
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
@@ -137,6 +144,7 @@ class Sites:
             outside.unfollow(self.tellers.pop(name), name)
         del self.sites[name]
         del self.parents[name]
+        self.shards.pop(name, None)
 
     def families(self) -> list[list[tuple[nn.Module, ModuleSlots]]]:
         """Adapted linears, those together that get one input from their parent, in the order of its calls."""
@@ -208,10 +216,17 @@ class Sites:
             return tensor.dtype
         return getattr(self.model, "dtype", torch.float32)
 
+    def shard(self, site: str, module: nn.Module, shape: ModuleShape) -> Shard:
+        """What this process holds of a site. Raises NotImplementedError where an adapter cannot have it."""
+        try:
+            return shard_of(module, shape, split_site(site)[1])
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{split_site(site)[0]}: {error}") from error
+
     def row_bytes(self, site: str, shape: ModuleShape) -> int:
-        """Bytes of one rank row of a site."""
+        """Bytes of one rank row of a site, on this process's device."""
         role, dtype = split_site(site)[1], self.dtype_of(site)
-        a, b = widths(role, shape)
+        a, b = self.shard(site, self.module_of(site), shape).widths(*widths(role, shape))
         return a * dtype.itemsize + b * (torch.int64 if role == TOKENS else dtype).itemsize
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
-import torch
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,3 @@ def configs_in(config: object) -> Iterator[object]:
     for value in vars(config).values():
         if getattr(value, "model_type", None) is not None:
             yield from configs_in(value)
-
-
-def is_distributed(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is a DTensor, without importing the distributed package."""
-    return type(parameter).__name__ == "DTensor" or hasattr(parameter, "_local_tensor")

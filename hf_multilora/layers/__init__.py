@@ -1,6 +1,6 @@
 """Adapted modules: one file per kind; importing the folder fills the registry in `base`."""
 
-from . import embedding, experts, gated, linear, outside, outside_experts, router, saved, tokens, whole
+from . import embedding, experts, gated, linear, outside, outside_experts, router, saved, sharded, tokens, whole
 from .base import AdaptedLayer, require_free, unwrap, wrap
 from .expert_slots import ExpertSlots
 from .rows import SlotRows
@@ -24,6 +24,7 @@ __all__ = [
     "require_free",
     "router",
     "saved",
+    "sharded",
     "tokens",
     "unwrap",
     "whole",

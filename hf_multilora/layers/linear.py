@@ -40,13 +40,16 @@ class LoraLinear(AdaptedLayer, kind="linear"):
                 return out
         path = slots.path()
         y = super().__call__(*args, **kwargs)
-        if path == BASE_ONLY:
-            return y
-        if path == ONE:
-            return add_uniform(y, x, slots, _fresh(self, y))
-        assert slots.layout is not None
-        rows = slots.routing.align(x, slots.layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
-        return add_mixed(y, rows, slots, _fresh(self, y))
+        return y if path == BASE_ONLY else add_own(y, x, slots, path, _fresh(self, y))
+
+
+def add_own(y: Tensor, x: Tensor, slots: ModuleSlots, path: int, own_y: bool = False) -> Tensor:
+    """y plus `B (A x)` of each row's adapter, some row having one: x the module's input. own_y: y is nobody else's."""
+    if path == ONE:
+        return add_uniform(y, x, slots, own_y)
+    assert slots.layout is not None
+    rows = slots.routing.align(x, slots.layout.closed.shape[0], slots.name, flat=slots.flat)  # [R, T, K]
+    return add_mixed(y, rows, slots, own_y)
 
 
 def add_mixed(y: Tensor, rows: Tensor, slots: ModuleSlots, own_y: bool = False) -> Tensor:
