@@ -24,7 +24,8 @@ class MultiLoRAConfig:
         lora_dtype: "auto" follows each base module; or a torch dtype or its name.
         target_modules: narrows what may be adapted, as in PEFT: names (suffixes), one regex, or "all-linear" (all but
             the output head). An adapter that trained another module is refused.
-        fully_sharded_loras: split the rank dimension over tensor-parallel ranks.
+        fully_sharded_loras: of a tensor-parallel base: split A and B over its processes also where the base's own
+            split would leave one of them whole, for a sum of width r per linear. Each then holds 1/N of both.
         backend: what computes the deltas: "triton" (on CUDA devices), "torch", or "auto": Triton where it can.
         deterministic: a row's delta does not depend on what else is in the batch, at the price of speed; needs Triton.
             It covers the delta, not the base's own matmuls.
@@ -57,8 +58,6 @@ class MultiLoRAConfig:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
         if self.deterministic and self.backend == "torch":
             raise ValueError("deterministic=True needs the Triton kernels, got backend='torch'; leave one of them out")
-        if self.fully_sharded_loras:
-            raise ValueError("fully_sharded_loras=True needs a tensor-parallel base, which is not supported yet")
         self.dtype  # noqa: B018 (validates the name)
 
     @property

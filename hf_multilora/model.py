@@ -61,7 +61,8 @@ class MultiLoRAModel(AdapterVerbs):
             max_lora_rank: upper bound per adapter; with it the pools have their full size from the start.
             lora_dtype: dtype of A and B; "auto": that of each base module.
             target_modules: narrows what adapters may have trained: names, a regex, or "all-linear".
-            fully_sharded_loras: for tensor-parallel bases, which are not supported yet: must be False.
+            fully_sharded_loras: of a tensor-parallel base: each of N processes holds 1/N of A and of B, at the price
+                of a sum of width r per linear.
             backend: what computes the deltas: "triton" (on CUDA devices), "torch", or "auto": Triton where it can.
             deterministic: a row's delta does not depend on what else is in the batch, at the price of speed.
             auto_class: Transformers class (or its name) for the base; None: from the adapters' task_type, else the

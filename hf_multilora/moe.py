@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .cuts import cuts_of
 from .formats import ExpertsShape, ModuleShape, Projection
-from .parallel import cuts_of
 from .patches.experts import PARAMETERS, REFUSED, Held
 from .sources import source_of
 

@@ -9,12 +9,13 @@ are B's, W's columns are A's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .cuts import Cut, cuts_of, even, is_distributed
 from .formats import A_ONE, B_ONE, LORA, SAVED, TOKENS, LoraFactors, ModuleShape, split_half
 
 WHOLE, PART = "whole", "part"
@@ -47,102 +48,47 @@ STYLES: Mapping[str, Boundary] = {
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Which of `whole` numbers in a row a process holds: those of the ranges, in their order."""
-
-    whole: int
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def size(self) -> int:
-        return sum(end - first for first, end in self.ranges)
-
-    def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """The part of a tensor that has `whole` numbers along `dim`; a view where it is one range."""
-        if tensor.shape[dim] != self.whole:
-            raise ValueError(f"dimension {dim} must have {self.whole} numbers, got {tuple(tensor.shape)}")
-        parts = [tensor.narrow(dim, first, end - first) for first, end in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def within(self, first: int, count: int) -> Cut:
-        """Of the numbers first ... first + count alone."""
-        ends = first + count
-        both = [(max(low, first) - first, min(high, ends) - first) for low, high in self.ranges]
-        found = tuple((low, high) for low, high in both if low < high)
-        return Cut(count, found or ((0, 0),))
-
-    def before(self, first: int) -> int:
-        """How many that it holds come before number `first`."""
-        return sum(max(0, min(high, first) - low) for low, high in self.ranges)
-
-
-def even(whole: int, parts: int, index: int) -> Cut:
-    """The part `index` of so many, as torch.chunk cuts: the last ones are shorter, or empty."""
-    size = -(-whole // parts)
-    return Cut(whole, ((min(whole, index * size), min(whole, (index + 1) * size)),))
-
-
-def cuts_of(parameter: Tensor | None) -> dict[int, Cut]:
-    """What this process holds of a DTensor, by sharded dimension; nothing of a plain tensor or a whole one.
-
-    Raises NotImplementedError where it is distributed in a way that is not known here.
-    """
-    found: dict[int, Cut] = {}
-    if parameter is None or not is_distributed(parameter):
-        return found
-    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    for mesh_dim, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
-        if placement.is_replicate() or mesh.size(mesh_dim) == 1:
-            continue
-        dim = getattr(placement, "dim", None)
-        if dim is None or dim % parameter.dim() in found:
-            raise NotImplementedError(f"a parameter must be sharded once along a dimension, got {placement}")
-        dim %= parameter.dim()
-        pieces = getattr(placement, "split_factor", 1)  # of a packed weight: each is cut by itself
-        size = parameter.shape[dim] // pieces
-        parts, index = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-        ((low, high),) = even(size, parts, index).ranges
-        found[dim] = Cut(parameter.shape[dim], tuple((low + i * size, high + i * size) for i in range(pieces)))
-    local = parameter.to_local().shape  # type: ignore[attr-defined]
-    for dim, cut in found.items():
-        if local[dim] != cut.size:
-            raise NotImplementedError(
-                f"a parameter must be cut as torch.chunk does, {parameter.placements} of {tuple(parameter.shape)} "  # type: ignore[attr-defined]
-                f"has {local[dim]} numbers here, not {cut.size}"
-            )
-    return found
-
-
-def is_distributed(parameter: Tensor) -> bool:
-    """Whether the parameter is a DTensor, without importing the distributed package."""
-    return type(parameter).__name__ == "DTensor" or hasattr(parameter, "_local_tensor")
-
-
 class Installed(NamedTuple):
     """The parallel forward of an instance: its style, and the processes that share the module."""
 
     name: str
     style: Any
     mesh: Any
+    dispatch: Any = None  # how experts of several processes get their tokens
 
     @property
     def boundary(self) -> Boundary:
         return STYLES[self.name]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many processes there are, and the number of this one."""
+        return self.mesh.size(), self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> Any:
+        return self.mesh.get_group()
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether experts get tokens from other processes: the default does not where all have the same batch."""
+        kind = type(self.dispatch).__name__
+        auto = kind == "AutoEP" and self.dispatch.all_reduce is not None and self.dispatch.megamoe is None
+        return self.dispatch is not None and kind != "AllReduceEP" and not auto
+
 
 def installed(module: nn.Module) -> Installed | None:
     """The style under which Transformers installed the forward of this instance, if it did."""
-    own = module.__dict__.get("forward")
+    own: Any = module.__dict__.get("forward")
     code = getattr(own, "__code__", None)
     if code is None or code.co_name not in ("tp_forward", "ep_forward"):
         return None
-    cells: Any = own.__closure__ or ()
+    cells = own.__closure__ or ()
     held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
     style, mesh = held.get("self"), held.get("mesh", held.get("ep_mesh"))
     if style is None or mesh is None or held.get("module") is not module:
         return None
-    return Installed(_name_of(style), style, mesh)
+    return Installed(_name_of(style), style, mesh, held.get("implementation"))
 
 
 def _name_of(style: Any) -> str:
@@ -161,12 +107,12 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Installe
 
 
 def require_known(model: nn.Module) -> None:
-    """Raises NotImplementedError where a module is sharded in a way that `STYLES` does not have."""
+    """Raises NotImplementedError where a module is sharded in a way that is not served."""
     for name, module, own in sharded_modules(model):
-        if own is None and not isinstance(module, nn.Linear) and not _holds_whole(module):
+        if own is None and any(cuts_of(parameter) for parameter in module._parameters.values()):
             raise NotImplementedError(
                 f"{name}: a sharded module must run in a forward of Transformers' tensor or expert parallelism, it "
-                f"has none (FSDP and other DTensors are not supported); load it with "
+                f"has none (FSDP and other DTensors are not served); load the base with "
                 f"distributed_config=DistributedConfig(tp_size=...)"
             )
         if own is not None and own.name not in STYLES:
@@ -174,14 +120,22 @@ def require_known(model: nn.Module) -> None:
                 f"{name}: the style of its plan must be one of {sorted(STYLES)}, it is {own.name!r}; leave the module "
                 f"out of tp_plan, or give it one of these"
             )
+        if own is not None and own.exchanges:
+            raise NotImplementedError(
+                f"{name}: experts must get the whole batch in every process, here their tokens travel between "
+                f"processes without their rows' adapters; load the base with DistributedConfig(tp_size=n, ep_size=n, "
+                f"ep_implementation='all_reduce')"
+            )
 
 
 @dataclass(frozen=True)
 class Shard:
     """What a process holds of a site's factors. None: all.
 
-    a: columns of A. b: rows of B. experts: whose rank rows. first: the first of the projection's columns in what its
-    parameter gives here. inner: the deltas are added inside the parallel forward.
+    a: columns of A. b: rows of B. experts: whose rank rows. first: where B's columns begin in what the module gives
+    here. inner: the deltas are added inside the parallel forward.
+    x: the part of the input here that A's columns belong to. group: the processes over which h = A x must be summed, as
+    A's columns are split where the input is not.
     """
 
     a: Cut | None = None
@@ -189,6 +143,8 @@ class Shard:
     experts: Cut | None = None
     first: int | None = None
     inner: bool = False
+    x: Cut | None = None
+    group: Any = None
 
     def widths(self, a: int, b: int) -> tuple[int, int]:
         """Widths of a rank row here, from those of the whole one: a half that is not there has none."""
@@ -196,6 +152,29 @@ class Shard:
             self.a.size if self.a is not None and a else a,
             self.b.size if self.b is not None and b else b,
         )
+
+    def input(self, x: Tensor) -> Tensor:
+        """The part of x [..., n] that A's columns here belong to."""
+        return x if self.x is None else self.x.of(x, x.dim() - 1)
+
+    def sum(self, h: Tensor) -> Tensor:
+        """h over all processes, in place where each has a summand."""
+        if self.group is not None:
+            torch.distributed.all_reduce(h, group=self.group)
+        return h
+
+    def split(self, own: Installed, a: int, b: int) -> Shard:
+        """The same with A and B, of these widths, split where they are whole. Each process multiplies its columns of A,
+        the sum over all is h, and adds what its columns of B give where the base's own sum or gather takes it."""
+        if a == 1:  # of a bias, whose input is 1
+            part, x = None, None
+        else:
+            part, x = (self.a, None) if self.a is not None else (even(a, *own.place),) * 2
+        columns, first = self.b, self.first
+        if columns is None:
+            columns = even(b, *own.place)
+            first = (first or 0) + columns.ranges[0][0]
+        return replace(self, a=part, b=columns, first=first, x=x, group=None if part is None else own.group)
 
     def of(self, pair: LoraFactors) -> LoraFactors:
         a, b, parts = pair.a, pair.b, pair.parts
@@ -216,13 +195,19 @@ class Shard:
 ALL = Shard()
 
 
-def shard_of(module: nn.Module, shape: ModuleShape, role: str) -> Shard:
-    """What this process holds of the factors that an adapter has for a module in a role.
+def shard_of(module: nn.Module, shape: ModuleShape, role: str, fully: bool = False) -> Shard:
+    """What this process holds of the factors that an adapter has for a module in a role. fully: split A and B where
+    the base's own split leaves them whole.
 
     Raises NotImplementedError where the role cannot be served on this sharded module.
     """
     own = installed(module)
-    if own is None or not own.boundary.inner:
+    if own is None:
+        return ALL
+    if fully and role == LORA and shape.kind == "embedding":
+        part = even(shape.in_features, *own.place)
+        return Shard(part, x=part, group=own.group)
+    if not own.boundary.inner:
         return ALL
     if role in (SAVED, TOKENS):
         if (own.boundary.x, own.boundary.y) != (WHOLE, WHOLE) or own.name in EXPERTS:
@@ -233,8 +218,14 @@ def shard_of(module: nn.Module, shape: ModuleShape, role: str) -> Shard:
         return ALL
     if role == LORA:
         cuts = cuts_of(module._parameters.get("weight"))
-        return Shard(cuts.get(1), cuts.get(0), inner=True)
+        shard = Shard(cuts.get(1), cuts.get(0), inner=True)
+        return shard if not fully else shard.split(own, shape.in_features, shape.out_features)
     assert shape.experts is not None
+    if fully and own.name == "ep_dispatch_experts":
+        raise NotImplementedError(
+            "fully_sharded_loras=True splits what the base's plan leaves whole, and under expert parallelism each "
+            "process has whole experts: leave fully_sharded_loras out, A and B of an expert are on one device already"
+        )
     name, half = split_half(role)
     projection = shape.experts.projections[name]
     parameter = module._parameters[projection.parameter]
@@ -242,9 +233,12 @@ def shard_of(module: nn.Module, shape: ModuleShape, role: str) -> Shard:
     cuts, out = cuts_of(parameter), parameter.dim() - (1 if shape.experts.transposed or parameter.dim() == 2 else 2)
     inside = None if parameter.dim() == 2 else cuts.get(2 if out == 1 else 1)
     outer = cuts.get(out)
-    return Shard(
+    if own.name == "moe_tp_experts" and outer is None and inside is None:
+        raise NotImplementedError(f"{projection.parameter} must be sharded where the outputs of experts are summed")
+    shard = Shard(
         inside,
         None if outer is None else outer.within(projection.first, projection.out_features),
         None if half in (A_ONE, B_ONE) else cuts.get(0),
-        None if outer is None else outer.before(projection.first),
+        projection.first if outer is None else outer.before(projection.first),
     )
+    return shard if not fully else shard.split(own, projection.in_features, projection.out_features)

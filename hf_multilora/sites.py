@@ -65,6 +65,11 @@ class Sites:
         self.tellers: dict[str, nn.Module] = {}  # site inside experts -> the module that knows whose tokens it gets
         self.shards: dict[str, Shard] = {}  # adapted sites of which this process has a part
         self.sharded = any(True for _ in sharded_modules(model))
+        if config.fully_sharded_loras and not self.sharded:
+            raise ValueError(
+                "fully_sharded_loras=True needs a base that is sharded over several processes, this one is not: load "
+                "it with distributed_config=DistributedConfig(tp_size=...) under torchrun, or leave it out"
+            )
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)
@@ -119,8 +124,8 @@ class Sites:
             else:
                 kind = SavedSlots if role == SAVED else TokenSlots
                 slots = kind(path, *sizes, self.routing, flat=flat, mixable=shape.mixable and teller is None)
-            if is_lora(name):
-                slots.fixed_dtype = self.config.dtype
+            if isinstance(slots, (ModuleSlots, ExpertSlots)):
+                slots.fixed_dtype, slots.shard = self.config.dtype, shard
             require_free(module, slots)
             if teller is not None:
                 outside.require_free_teller(*teller, self.routing)
@@ -132,7 +137,9 @@ class Sites:
                 outside.follow(*teller, slots, name)
             if shard is not ALL:
                 self.shards[name] = shard
-            wrap(module, "sharded" if shard.inner else outside.layer_kind(module, shape.kind), slots)
+            layer = outside.layer_kind(module, shape.kind)
+            sharded = shard.inner or (shard.group is not None and role == LORA)
+            wrap(module, f"sharded {layer}" if sharded else layer, slots)
 
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
@@ -219,7 +226,7 @@ class Sites:
     def shard(self, site: str, module: nn.Module, shape: ModuleShape) -> Shard:
         """What this process holds of a site. Raises NotImplementedError where an adapter cannot have it."""
         try:
-            return shard_of(module, shape, split_site(site)[1])
+            return shard_of(module, shape, split_site(site)[1], self.config.fully_sharded_loras)
         except NotImplementedError as error:
             raise NotImplementedError(f"{split_site(site)[0]}: {error}") from error
 

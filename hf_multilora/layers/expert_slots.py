@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..parallel import ALL, Shard
 from ..routing import Routing
 from .rows import Pool, SlotRows
 
@@ -19,6 +20,7 @@ class ExpertSlots(SlotRows):
     """
 
     role = "experts"
+    shard: Shard = ALL  # what this process holds of them
     config: Any = None  # the module's own, if it has one: set by whoever adapts it
 
     def __init__(

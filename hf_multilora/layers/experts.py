@@ -205,8 +205,9 @@ def combine(self: Any, y: Tensor, pairs: Pairs, weights: Tensor, dtype: torch.dt
 def shrink(slots: ExpertSlots, x: Tensor, keys: Tensor, source: Tensor | None) -> Tensor:
     """h [n, max_rank] = A x of each pair."""
     assert slots.layout is not None
-    max_rank = slots.bound()
-    return ops_experts.shrink(slots.backend, x.to(slots.a.dtype), slots.a, *slots.tables_of(), keys, source, max_rank)
+    max_rank, shard = slots.bound(), slots.shard
+    x = shard.input(x).to(slots.a.dtype)
+    return shard.sum(ops_experts.shrink(slots.backend, x, slots.a, *slots.tables_of(), keys, source, max_rank))
 
 
 def expand(slots: ExpertSlots, y: Tensor, h: Tensor, keys: Tensor, source: Tensor | None) -> Tensor:

@@ -86,12 +86,9 @@ def _fresh(module: Any, y: Tensor) -> bool:
 def _grouped(y: Tensor, x: Tensor, slots: ModuleSlots, tables: tuple[Tensor, ...]) -> Tensor:
     """Shrink and expand: y [R, T, N], x [R, T, K] -> [R, T, N]. Directly, or as registered operations where the call is
     traced or a backend without gradients of its own must give them."""
-    backend = slots.backend
     x, max_rank = x.to(slots.a.dtype), slots.bound()
     h = shrink(x, slots, tables, max_rank, y.requires_grad)
-    if not _registered(backend, x.requires_grad or y.requires_grad):
-        return backend.expand(y, h, slots.b, *tables)
-    return torch.ops.hf_multilora.lora_expand(y, h, slots.b, *tables, None, None, None, False, backend.name)
+    return expand(y, h, slots, tables, x.requires_grad or y.requires_grad)
 
 
 def shrink(x: Tensor, slots: SlotRows, tables: tuple[Tensor, ...], max_rank: int, gradients: bool = False) -> Tensor:
@@ -101,6 +98,14 @@ def shrink(x: Tensor, slots: SlotRows, tables: tuple[Tensor, ...], max_rank: int
         return backend.shrink(x, slots.a, *tables, max_rank)
     split = backend.split(x.shape[2])
     return torch.ops.hf_multilora.lora_shrink(x, slots.a, *tables, max_rank, split, backend.name)
+
+
+def expand(y: Tensor, h: Tensor, slots: ModuleSlots, tables: tuple[Tensor, ...], gradients: bool = False) -> Tensor:
+    """y [R, T, N] plus B h of each row's slot, h [Z, R, T, max_rank]."""
+    backend = slots.backend
+    if not _registered(backend, gradients):
+        return backend.expand(y, h, slots.b, *tables)
+    return torch.ops.hf_multilora.lora_expand(y, h, slots.b, *tables, None, None, None, False, backend.name)
 
 
 def _registered(backend: Backend, gradients: bool) -> bool:

@@ -6,6 +6,7 @@ from torch import nn
 
 from ..parallel import installed
 
+ENCLOSED = "sharded linear"  # the kind of layers whose class has the forward that is called inside
 OUTER = "_multilora_outer"  # attribute of the module: the forward that it had
 
 

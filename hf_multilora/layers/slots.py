@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..kernels.backends import TORCH, TRITON
+from ..parallel import ALL, Shard
 from ..pool import BUCKET, fixed
 from ..routing import Routing
 from .rows import SlotRows
@@ -53,6 +54,7 @@ class ModuleSlots(SlotRows):
     role = "lora"
     gated = True
     unit = BUCKET
+    shard: Shard = ALL  # what this process holds of them
 
     def __init__(
         self,
