@@ -43,6 +43,7 @@ STYLES: Mapping[str, Boundary] = {
     "replicated_with_grad_allreduce": Boundary(WHOLE, WHOLE, inner=False),
     "local_params": Boundary(WHOLE, WHOLE, inner=False),
     "moe_tp_experts": Boundary(WHOLE, WHOLE),
+    "ep_router": Boundary(WHOLE, WHOLE, inner=False),  # up to Transformers 5.20
     "ep_dispatch_experts": Boundary(WHOLE, WHOLE),
 }
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
@@ -104,6 +105,13 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Installe
         own = installed(module)
         if own is not None or any(p is not None and is_distributed(p) for p in module._parameters.values()):
             yield name, module, own
+
+
+def ranks_of(model: nn.Module) -> set[int]:
+    """The global numbers of the processes that share the model's modules."""
+    return {
+        rank for _, _, own in sharded_modules(model) if own is not None for rank in own.mesh.mesh.flatten().tolist()
+    }
 
 
 def require_known(model: nn.Module) -> None:
@@ -207,6 +215,11 @@ def shard_of(module: nn.Module, shape: ModuleShape, role: str, fully: bool = Fal
     if fully and role == LORA and shape.kind == "embedding":
         part = even(shape.in_features, *own.place)
         return Shard(part, x=part, group=own.group)
+    if own.name == "ep_router":
+        raise NotImplementedError(
+            "under expert parallelism a router gives the experts of one process, so no adapter "
+            "may train it; upgrade Transformers, or leave out enable_expert_parallel"
+        )
     if not own.boundary.inner:
         return ALL
     if role in (SAVED, TOKENS):
@@ -221,19 +234,19 @@ def shard_of(module: nn.Module, shape: ModuleShape, role: str, fully: bool = Fal
         shard = Shard(cuts.get(1), cuts.get(0), inner=True)
         return shard if not fully else shard.split(own, shape.in_features, shape.out_features)
     assert shape.experts is not None
-    if fully and own.name == "ep_dispatch_experts":
-        raise NotImplementedError(
-            "fully_sharded_loras=True splits what the base's plan leaves whole, and under expert parallelism each "
-            "process has whole experts: leave fully_sharded_loras out, A and B of an expert are on one device already"
-        )
     name, half = split_half(role)
     projection = shape.experts.projections[name]
     parameter = module._parameters[projection.parameter]
     assert parameter is not None
     cuts, out = cuts_of(parameter), parameter.dim() - (1 if shape.experts.transposed or parameter.dim() == 2 else 2)
+    if fully and 0 in cuts:
+        raise NotImplementedError(
+            "fully_sharded_loras=True splits what the base's plan leaves whole, and under expert parallelism each "
+            "process has whole experts: leave fully_sharded_loras out, A and B of an expert are on one device already"
+        )
     inside = None if parameter.dim() == 2 else cuts.get(2 if out == 1 else 1)
     outer = cuts.get(out)
-    if own.name == "moe_tp_experts" and outer is None and inside is None:
+    if own.name == "moe_tp_experts" and not cuts:
         raise NotImplementedError(f"{projection.parameter} must be sharded where the outputs of experts are summed")
     shard = Shard(
         inside,

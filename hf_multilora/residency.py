@@ -13,8 +13,8 @@ from transformers.utils import logging
 from .census import kernelized
 from .config import MultiLoRAConfig
 from .filling import Filling
-from .formats import split_site
-from .host import host_budget
+from .formats import Adapter, split_site
+from .host import HostAdapter, host_budget
 from .kernels.backends import TORCH, Backend, choose, why_not_triton
 from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
@@ -76,9 +76,23 @@ class Residency(Filling):
 
     def __init__(self, model: nn.Module, config: MultiLoRAConfig, facts: Facts) -> None:
         super().__init__(model, config, facts)
-        self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, host_budget())
+        self.store = AdapterStore(self, config.max_loras, config.max_cpu_loras, self._host_budget())
         self._equipped: tuple[tuple[int, int] | None, set[int]] = (None, set())  # mark -> slots
         self._watched: Watched | None = None
+
+    def pack(self, adapter: Adapter) -> HostAdapter:
+        """See Filling.pack; in all processes or in none."""
+        pack = super().pack
+        return self.agree(f"the host copy of {adapter.source}", lambda: pack(adapter))
+
+    def fill(self, slot: int, host: HostAdapter) -> None:
+        """See Filling.fill; in all processes or in none."""
+        fill = super().fill
+        self.agree(f"the load to slot {slot}", lambda: fill(slot, host))
+
+    def _host_budget(self) -> int:
+        """That of the process with the least: all must drop the same host copies."""
+        return host_budget() if self.agreement is None else self.agreement.least(host_budget())
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_equipped": (None, set()), "_watched": None}

@@ -32,10 +32,12 @@ class Reader:
     subfolder: str = ""
 
     def __call__(self) -> Adapter:
-        runtime = self.runtime
-        return read_adapter(
-            self.path, runtime.census(), revision=self.revision, subfolder=self.subfolder, **runtime.reading()
-        )
+        runtime, where = self.runtime, {"revision": self.revision, "subfolder": self.subfolder}
+
+        def read() -> Adapter:
+            return read_adapter(self.path, runtime.census(), **where, **runtime.reading())  # type: ignore[arg-type]
+
+        return runtime.agree(f"reading {self.path}", read, lambda adapter: int(adapter.digest[:15], 16))
 
 
 class Runtime(Residency):
@@ -89,7 +91,7 @@ class Runtime(Residency):
         with self.store.lock:
             before = set(self.sites)
             try:
-                self.adapt(list(self.first_sites(adapter.factors).values()))
+                self.agree(f"adapter {name!r}", lambda: self.adapt(list(self.first_sites(adapter.factors).values())))
                 if replace:
                     self.store.replace(name, adapter, reader)
                 else:

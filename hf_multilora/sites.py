@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
+from .agreement import Agreement, T
 from .census import take_census
 from .config import MultiLoRAConfig
 from .formats import (
@@ -37,7 +38,7 @@ from .layers import (
     wrap,
 )
 from .layers.rows import own_tensor
-from .parallel import ALL, Shard, shard_of, sharded_modules
+from .parallel import ALL, Shard, ranks_of, shard_of, sharded_modules
 from .patches.experts import teller_of
 from .patches.facts import Facts
 from .routing import Routing
@@ -70,6 +71,11 @@ class Sites:
                 "fully_sharded_loras=True needs a base that is sharded over several processes, this one is not: load "
                 "it with distributed_config=DistributedConfig(tp_size=...) under torchrun, or leave it out"
             )
+        self.agreement = Agreement(ranks_of(model)) if self.sharded else None
+
+    def agree(self, what: str, run: Callable[[], T], key: Callable[[T], int] = lambda result: 0) -> T:
+        """The result of `run`; of a sharded base, if all processes have one, see Agreement.reach."""
+        return run() if self.agreement is None else self.agreement.reach(what, run, key)
 
     def census(self) -> dict[str, ModuleShape]:
         return take_census(self.model, self.facts)

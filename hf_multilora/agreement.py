@@ -1,0 +1,82 @@
+"""The processes of a sharded base do the same: a load is done by all or by none.
+
+They need no word per step: every process is called with the same rows, so all come to the same loads. A load itself may
+fail in one of them alone (a folder that is not there, memory that runs out), after which they would go different ways:
+so each load ends with one small sum over a gloo group of their own, whatever the base communicates by.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=10)  # for the slowest process to come to the end of a load
+
+
+class Agreement:
+    """Among the processes with these global numbers; every one of them must make it."""
+
+    def __init__(self, ranks: Iterable[int], timeout: timedelta | None = None) -> None:
+        self.ranks = sorted(ranks)
+        self.group = distributed.new_group(
+            self.ranks, timeout=timeout or TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
+
+    def reach(self, what: str, run: Callable[[], T], key: Callable[[T], int] = lambda result: 0) -> T:
+        """The result of `run`, which every process calls, if it ended without an error in all of them.
+
+        key: a number below 2 ** 62 that must be the same everywhere. Raises the error of the first process that had
+        one, ValueError where keys differ, RuntimeError where a process does not answer.
+        """
+        result, error, own = None, None, 0
+        try:
+            result = run()
+            own = key(result)
+        except Exception as raised:
+            error = raised
+        answer = torch.tensor([int(error is not None), own, -own])
+        self._exchange(what, lambda: distributed.all_reduce(answer, distributed.ReduceOp.MAX, group=self.group))
+        failed, most, least = answer.tolist()
+        if failed:
+            errors: list[Any] = [None] * len(self.ranks)
+            self._exchange(what, lambda: distributed.all_gather_object(errors, _sendable(error), group=self.group))
+            if error is not None:
+                raise error
+            rank, first = next((i, e) for i, e in zip(self.ranks, errors, strict=True) if e is not None)
+            raise first from RuntimeError(f"{what} failed in process {rank}, so it is undone in all")
+        if most != -least:
+            raise ValueError(
+                f"{what} must be the same in all {len(self.ranks)} processes, they read different contents; give "
+                f"all of them the same folder"
+            )
+        return result  # type: ignore[return-value]
+
+    def least(self, number: int) -> int:
+        """The least of all processes' numbers."""
+        answer = torch.tensor([number])
+        self._exchange("the start", lambda: distributed.all_reduce(answer, distributed.ReduceOp.MIN, group=self.group))
+        return int(answer)
+
+    def _exchange(self, what: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:  # of gloo: a closed connection, or nothing until the timeout
+            raise RuntimeError(
+                f"{what}: all {len(self.ranks)} processes must come to the end of it, at least one did not answer: it "
+                f"ended, or is not in the same call (every process must make the same calls); restart them all"
+            ) from error
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    try:
+        if error is not None:
+            pickle.loads(pickle.dumps(error))
+    except Exception:  # of classes that want other arguments than they keep
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
