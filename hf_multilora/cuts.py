@@ -79,3 +79,12 @@ def cuts_of(parameter: Tensor | None) -> dict[int, Cut]:
 def is_distributed(parameter: Tensor) -> bool:
     """Whether the parameter is a DTensor, without importing the distributed package."""
     return type(parameter).__name__ == "DTensor" or hasattr(parameter, "_local_tensor")
+
+
+def both_here(tensor: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """A whole tensor and one of its shape that may be a DTensor, both as far as this process has the second."""
+    if not is_distributed(own):
+        return tensor, own
+    for dim, cut in cuts_of(own).items():
+        tensor = cut.of(tensor, dim)
+    return tensor, own.to_local()  # type: ignore[attr-defined]

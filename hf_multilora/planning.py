@@ -18,8 +18,9 @@ from .loading import name_adapters, progress, require_no_arguments, require_patc
 from .model import MultiLoRAModel
 from .patches.facts import facts_of
 from .plan import MemoryPlan, ModulePlan
+from .reader import Reader
 from .renames import checkpoint_renames
-from .runtime import Reader, Runtime
+from .runtime import Runtime
 from .sites import widths
 from .skeleton import read_for_skeleton, skeleton
 

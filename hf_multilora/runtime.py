@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,30 +13,13 @@ from torch import nn
 from .catalogue import Limits, check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
-from .formats import SAVED, Adapter, AdapterError, read_adapter, site_name, split_site
+from .formats import SAVED, Adapter, AdapterError, site_name, split_site
 from .patches.facts import Facts
 from .pool import BASE
+from .reader import Reader
 from .residency import Residency
 from .routing import Request, RoutingError
 from .store import AdapterInUseError
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Reads an adapter (again) from where it was first read."""
-
-    runtime: Runtime
-    path: str
-    revision: str | None = None
-    subfolder: str = ""
-
-    def __call__(self) -> Adapter:
-        runtime, where = self.runtime, {"revision": self.revision, "subfolder": self.subfolder}
-
-        def read() -> Adapter:
-            return read_adapter(self.path, runtime.census(), **where, **runtime.reading())  # type: ignore[arg-type]
-
-        return runtime.agree(f"reading {self.path}", read, lambda adapter: int(adapter.digest[:15], 16))
 
 
 class Runtime(Residency):

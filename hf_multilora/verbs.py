@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .inherited import InheritedVerbs
-from .runtime import Reader
+from .reader import Reader
 
 if TYPE_CHECKING:
     from .compare import Comparison

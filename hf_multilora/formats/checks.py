@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_multilora.cuts import both_here
 from hf_multilora.formats.base import AdapterError, ModuleShape
 from hf_multilora.formats.keys import ParsedKey
 
@@ -176,7 +177,9 @@ def own_value(module: ModuleShape, name: str) -> torch.Tensor | None:
 
 
 def same_values(copy: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are equal in the dtype of either (saving or loading may have rounded one)."""
+    """Whether two tensors of one shape are equal in the dtype of either (saving or loading may have rounded one). Of a
+    sharded one this process's part is compared."""
+    copy, own = both_here(copy, own)
     if copy.dtype not in DTYPES or own.dtype not in DTYPES:
         return False
     copy, own = copy.detach(), own.detach()

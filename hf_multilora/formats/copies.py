@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from hf_multilora.cuts import is_distributed
 from hf_multilora.formats.base import LoraFactors
 from hf_multilora.formats.checks import check_copy, own_value, same_values, saved_shape
 from hf_multilora.formats.keys import ParsedKey
@@ -87,7 +88,7 @@ def _tied(reading: Reading, p: ParsedKey, module: str, factors: LoraFactors) -> 
         )
     if has_bias(shape):
         bias = own_value(shape, "bias")
-        if bias is None or bias.shape[0] != factors.r:
+        if bias is None or is_distributed(bias) or bias.shape[0] != factors.r:
             raise reading.place(p, module).error(
                 f"the file replaces the weight that it shares by one of {factors.r} rows, and holds no bias for it; "
                 f"name it in modules_to_save and save the adapter again"
