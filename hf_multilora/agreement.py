@@ -28,6 +28,11 @@ class Agreement:
             self.ranks, timeout=timeout or TIMEOUT, backend="gloo", use_local_synchronization=True
         )
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of the processes."""
+        return distributed.get_rank() == self.ranks[0]
+
     def reach(self, what: str, run: Callable[[], T], key: Callable[[T], int] = lambda result: 0) -> T:
         """The result of `run`, which every process calls, if it ended without an error in all of them.
 

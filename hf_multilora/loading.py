@@ -14,7 +14,7 @@ from .formats import AUTO_CLASSES, adapter_from_tensors
 from .formats.files import locate, open_tensors, parse_config
 from .layers.base import AdaptedLayer, require_unwrappable
 from .model import MultiLoRAModel, mix_model
-from .parallel import require_known
+from .parallel import require_known, sharded_modules
 from .patches.facts import facts_of
 from .renames import checkpoint_renames
 from .runtime import Runtime
@@ -235,6 +235,11 @@ def take_over(peft_model: Any, adapters: Mapping[str, str], config: MultiLoRACon
     import peft
     from peft import get_peft_model_state_dict
 
+    if any(True for _ in sharded_modules(peft_model)):
+        raise NotImplementedError(
+            "a PeftModel whose base is sharded over several processes cannot be taken over: its adapters' tensors are "
+            "in parts; pass the base's path and the adapters' folders"
+        )
     layers = [module for module in peft_model.modules() if is_tuner(module)]
     merged = sorted({name for layer in layers for name in getattr(layer, "merged_adapters", ())})
     if merged:

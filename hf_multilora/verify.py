@@ -64,6 +64,11 @@ def verify(model: Any, name: str, inputs: Mapping[str, Any] | None) -> VerifyRep
     model takes no token ids and no inputs are given, NotImplementedError for a weight that is not a plain tensor.
     """
     runtime: Runtime = model._multilora
+    if runtime.sharded:
+        raise NotImplementedError(
+            "verify merges the adapter into the base's weights, which needs a base in one process, this one is "
+            "sharded; verify it there"
+        )
     entry = runtime.store.catalogue.entry(name)
     inputs = random_ids(model) if inputs is None else dict(inputs)
     rows = next((v.shape[0] for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
