@@ -36,8 +36,8 @@ class Agreement:
     def reach(self, what: str, run: Callable[[], T], key: Callable[[T], int] = lambda result: 0) -> T:
         """The result of `run`, which every process calls, if it ended without an error in all of them.
 
-        key: a number below 2 ** 62 that must be the same everywhere. Raises the error of the first process that had
-        one, ValueError where keys differ, RuntimeError where a process does not answer.
+        key: a number below 2 ** 62 that must be the same everywhere. Raises the process's own error, else that of
+        the first that had one, ValueError where keys differ, RuntimeError where a process does not answer.
         """
         result, error, own = None, None, 0
         try:
@@ -48,19 +48,21 @@ class Agreement:
         answer = torch.tensor([int(error is not None), own, -own])
         self._exchange(what, lambda: distributed.all_reduce(answer, distributed.ReduceOp.MAX, group=self.group))
         failed, most, least = answer.tolist()
-        if failed:
-            errors: list[Any] = [None] * len(self.ranks)
-            self._exchange(what, lambda: distributed.all_gather_object(errors, _sendable(error), group=self.group))
-            if error is not None:
-                raise error
-            rank, first = next((i, e) for i, e in zip(self.ranks, errors, strict=True) if e is not None)
-            raise first from RuntimeError(f"{what} failed in process {rank}, so it is undone in all")
-        if most != -least:
-            raise ValueError(
-                f"{what} must be the same in all {len(self.ranks)} processes, they read different contents; give "
-                f"all of them the same folder"
-            )
-        return result  # type: ignore[return-value]
+        if not failed and most == -least:
+            return result  # type: ignore[return-value]
+        each: list[Any] = [None] * len(self.ranks)
+        said = (what, own, _sendable(error))
+        self._exchange(what, lambda: distributed.all_gather_object(each, said, group=self.group))
+        if error is not None:
+            raise error
+        for rank, (_, _, first) in zip(self.ranks, each, strict=True):
+            if first is not None:
+                raise first from RuntimeError(f"{what} failed in process {rank}, so it is undone in all")
+        kinds = {number: f"{text} (process {rank})" for rank, (text, number, _) in zip(self.ranks, each, strict=True)}
+        raise ValueError(
+            f"all {len(self.ranks)} processes must load the same, got different contents from "
+            f"{', '.join(list(kinds.values())[:4])}; give all of them the same folder"
+        )
 
     def least(self, number: int) -> int:
         """The least of all processes' numbers."""

@@ -1,0 +1,63 @@
+"""Adapters come and go on a sharded base, in all processes alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .answers import NAMES, compare, logits, tokens
+from .bases import load, make, make_saved
+
+
+def run(folder: Path, rank: int) -> dict[str, Any]:
+    if rank == 0:
+        make("llama", folder)
+        make_saved(folder, "lm_head")
+    dist.barrier()
+    return {mode: of_mode(folder, mode == "fully") for mode in ("parts", "fully")}
+
+
+def of_mode(folder: Path, fully: bool) -> dict[str, Any]:
+    one = load("llama", folder, sharded=False, max_loras=4)
+    model = load("llama", folder, adapters="ab", max_loras=2, fully_sharded_loras=fully)
+    errors: dict[str, float] = {}
+
+    def check(what: str, names: list[str | None]) -> None:
+        errors[what] = compare(logits(model, names), logits(one, names))
+
+    check("two", ["a", "b", None, "a"])
+    model.load_adapter(str(folder / "c"), "c")
+    check("evicting one", ["c", None, "c", "c"])
+    check("the other comes back", ["b", "b", "a", None])
+    check("in passes", NAMES)
+    with model.adapters(["a", "c", None, "c"]), torch.no_grad():
+        block = model(**{"input_ids": torch.arange(24).view(4, 6)}).logits
+    with one.adapters(["a", "c", None, "c"]), torch.no_grad():
+        errors["a block"] = compare(block, one(**{"input_ids": torch.arange(24).view(4, 6)}).logits)
+    for each in (model, one):
+        each.load_adapter(str(folder / "b"), "a", load_inplace=True)
+    check("replaced", ["a", "b", "a", None])
+    for each in (model, one):
+        each.set_adapter("c")
+    errors["default"] = compare(logits(model, None), logits(one, None))
+    for each in (model, one):
+        each.set_adapter(None)
+        each.delete_adapter("b")
+    check("one deleted", ["a", "c", None, "c"])
+    saved = folder / f"saved-{fully}"
+    model.save_adapter("c", str(saved))
+    model.load_adapter(str(saved), "d")
+    errors["saved and read"] = compare(logits(model, ["d"] * 4), logits(one, ["c"] * 4))
+    for each in (model, one):
+        each.load_adapter(str(folder / "saved-lm_head"), "h")
+    check("a head saved in full", ["h", "c", None, "h"])
+    same = tokens(model, ["a", "c", None, "c"]) == tokens(one, ["a", "c", None, "c"])
+    report = model.memory_report()
+    bare = model.unpatch()
+    with torch.no_grad():
+        errors["unpatched"] = compare(logits(bare, None), logits(one, None))
+    left = [name for name, module in bare.named_modules() if any("multilora" in key for key in module.__dict__)]
+    return {"errors": errors, "tokens": same, "left": left, "class": type(bare).__name__, "report": str(report)}
