@@ -52,6 +52,7 @@ class InheritedVerbs:
     # -- nn.Module and PreTrainedModel -----------------------------------------------------------------------
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[misc]
+        self._multilora.apply_to_parts(fn)
         self._multilora.moved()
         return self
 

@@ -19,6 +19,7 @@ from .kernels.backends import TORCH, Backend, choose, why_not_triton
 from .layers import ModuleSlots, SlotRows
 from .layers.augmented import prepare
 from .layers.joint import Joint
+from .layers.local import follow, lead
 from .layers.merged import Merged
 from .patches.facts import Facts
 from .pool import Layout, bucket
@@ -35,13 +36,13 @@ class Watched(NamedTuple):
     """
 
     families: object
-    each: list[tuple[nn.Module, str, nn.Module, str, SlotRows]]  # parent, own name there, module, attribute, its rows
+    each: list[tuple[nn.Module, str, nn.Module, nn.Module, str, SlotRows]]  # see `_watch`
     rest: list[str]
 
     def rests(self) -> bool:
         """Whether all modules are where they were adapted, and their views whole."""
-        for parent, own, module, attribute, site in self.each:
-            if parent._modules.get(own) is not module or module.__dict__.get(attribute) is not site or not site.looked:
+        for parent, own, held, module, attribute, site in self.each:
+            if parent._modules.get(own) is not held or module.__dict__.get(attribute) is not site or not site.looked:
                 return False
         return True
 
@@ -127,8 +128,12 @@ class Residency(Filling):
         """Before a request with these slots. Raises RuntimeError where its rows would lose a module that was replaced,
         or is no longer called."""
         self.equip(slots)
+        for name, outer in self.outers.items():
+            follow(outer, self.sites[name][0])
         if any([prepare(members) for members in self.families()]):
             self._join()
+            for name, outer in self.outers.items():
+                lead(outer, self.sites[name][0])
         watched = self._watch()
         for name in watched.rest if watched.rests() else self.sites:
             module, site = self.sites[name]
@@ -152,7 +157,10 @@ class Residency(Filling):
         families = self.families()
         if self._watched is None or self._watched.families is not families:
             sites = self.sites.items()
-            each = [(*self.parents[name], module, site.attribute, site) for name, (module, site) in sites]
+            each = [  # parent, own name there, what must be there, what is adapted of it, attribute, its rows
+                (*self.parents[name], self.outers.get(name, module), module, site.attribute, site)
+                for name, (module, site) in sites
+            ]
             rest = [name for name, (_, site) in sites if site.kind == "router" or site.role == "experts"]
             self._watched = Watched(families, each, rest)
         return self._watched
@@ -240,6 +248,13 @@ class Residency(Filling):
         self.routing.joints = SimpleNamespace(**named)
         for one, joint in seats:
             one.joint = joint
+
+    def apply_to_parts(self, fn: Any) -> None:
+        """What `nn.Module._apply` did to the model is done to the parts of its sharded linears."""
+        for name, outer in self.outers.items():
+            part = self.sites[name][0]
+            part._apply(fn)
+            follow(outer, part)
 
     def moved(self) -> None:
         """The model went to another device or dtype. Host copies that are coarser than it, or out of its range, go, and

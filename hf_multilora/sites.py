@@ -32,6 +32,7 @@ from .layers import (
     SlotRows,
     TokenSlots,
     gated,
+    local,
     outside,
     require_free,
     unwrap,
@@ -65,6 +66,7 @@ class Sites:
         self._families: list[list[tuple[nn.Module, ModuleSlots]]] | None = None
         self.tellers: dict[str, nn.Module] = {}  # site inside experts -> the module that knows whose tokens it gets
         self.shards: dict[str, Shard] = {}  # adapted sites of which this process has a part
+        self.outers: dict[str, nn.Module] = {}  # site -> the sharded linear whose part is adapted
         self.sharded = any(True for _ in sharded_modules(model))
         if config.fully_sharded_loras and not self.sharded:
             raise ValueError(
@@ -133,6 +135,8 @@ class Sites:
             if isinstance(slots, (ModuleSlots, ExpertSlots)):
                 slots.fixed_dtype, slots.shard = self.config.dtype, shard
             require_free(module, slots)
+            if shard.inner and role == LORA:
+                local.require_unshared(module, name)
             if teller is not None:
                 outside.require_free_teller(*teller, self.routing)
             parent, _, own = path.rpartition(".")
@@ -144,14 +148,34 @@ class Sites:
             if shard is not ALL:
                 self.shards[name] = shard
             layer = outside.layer_kind(module, shape.kind)
-            sharded = shard.inner or (shard.group is not None and role == LORA)
-            wrap(module, f"sharded {layer}" if sharded else layer, slots)
+            if role == LORA and (shard.inner or shard.group is not None):
+                self._wrap_part(name, module, layer, slots)
+            else:
+                wrap(module, layer, slots)
+
+    def _wrap_part(self, name: str, module: nn.Module, layer: str, slots: SlotRows) -> None:
+        """Adapt what this process has of a sharded module: a linear of its own where it can be one."""
+        shard = self.shards[name]
+        part = local.local_of(module) if shard.inner and shard.group is None else None
+        if part is not None:
+            self.outers[name] = module
+            self.sites[name] = (part, slots)
+            wrap(part, layer, slots)
+        else:
+            wrap(module, f"sharded {layer}", slots)
+        if shard.inner:
+            local.enclose(module, part)
 
     def release_site(self, name: str) -> None:
         module, slots = self.sites[name]
         self._families = None
+        outer = self.outers.pop(name, None)
+        if self.shards.get(name, ALL).inner and split_site(name)[1] == LORA:
+            local.disclose(outer or module)
         if module.__dict__.get(slots.attribute) is slots:
             unwrap(module, slots)
+        if outer is not None:
+            local.lead(outer, module)
         gated.unfollow(self.parents[name][0])
         if name in self.tellers:
             outside.unfollow(self.tellers.pop(name), name)
@@ -189,7 +213,7 @@ class Sites:
         parents = {id(parent): parent for parent, _ in self.parents.values()}
         for name, (_, slots) in self.sites.items():
             parent, own = self.parents[name]
-            if type(slots) is ModuleSlots and slots.kind == "linear":
+            if type(slots) is ModuleSlots and slots.kind == "linear" and name not in self.outers:
                 lora.setdefault(id(parent), set()).add(own)
         for key, parent in parents.items():
             gated.unfollow(parent)
@@ -206,7 +230,8 @@ class Sites:
     def _in_place(self, name: str) -> bool:
         parent, own = self.parents[name]
         module, slots = self.sites[name]
-        return parent._modules.get(own) is module and module.__dict__.get(slots.attribute) is slots
+        held = parent._modules.get(own)
+        return held is self.outers.get(name, module) and module.__dict__.get(slots.attribute) is slots
 
     def _replaced(self, name: str) -> RuntimeError:
         trained = [entry.name for entry in self.store.catalogue if name in entry.ranks]

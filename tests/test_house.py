@@ -15,7 +15,7 @@ MAX_LINES = 300
 
 # What a unit (a folder or a module of the package) may import besides itself. Imports run downhill only: every unit
 # named on the right has its own row further up.
-BELOW_LAYERS = {"kernels", "patches", "pool", "parallel", "routing"}
+BELOW_LAYERS = {"cuts", "kernels", "patches", "pool", "parallel", "routing"}
 BELOW_MODEL = {
     "config", "formats", "moe", "census", "host", "ahead", "staging", "catalogue", "hosting", "store", "layers",
     "entry", *BELOW_LAYERS,

@@ -1,6 +1,6 @@
 """Adapted modules: one file per kind; importing the folder fills the registry in `base`."""
 
-from . import embedding, experts, gated, linear, outside, outside_experts, router, saved, sharded, tokens, whole
+from . import embedding, experts, gated, linear, local, outside, outside_experts, router, saved, sharded, tokens, whole
 from .base import AdaptedLayer, require_free, unwrap, wrap
 from .expert_slots import ExpertSlots
 from .rows import SlotRows
@@ -19,6 +19,7 @@ __all__ = [
     "experts",
     "gated",
     "linear",
+    "local",
     "outside",
     "outside_experts",
     "require_free",

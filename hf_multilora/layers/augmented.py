@@ -172,6 +172,7 @@ def without_buffers(state: Any, buffers: Iterable[Tensor | None]) -> Any:
     """Replace tensors of a state dict that lie in one of the buffers of weights with A by copies."""
     laid = {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer is not None}
     for key, value in state.items():
-        if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in laid:
+        own = getattr(value, "_local_tensor", value)  # of a DTensor
+        if isinstance(own, Tensor) and not own.is_meta and own.untyped_storage().data_ptr() in laid:
             state[key] = value.clone()
     return state

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..routing import Routing
 from . import augmented
 from .rows import SlotRows
-from .sharded_forward import ENCLOSED, disclose, enclose
 from .slots import ModuleSlots
 from .traced import ATTRIBUTE, tell
 
@@ -152,8 +151,6 @@ def wrap(module: nn.Module, kind: str, slots: SlotRows) -> None:
     slots.kind = kind
     module.__dict__[slots.attribute] = slots
     _remix(module)
-    if kind == ENCLOSED:
-        enclose(module)
 
 
 def require_unwrappable(module: nn.Module) -> None:
@@ -169,9 +166,7 @@ def require_unwrappable(module: nn.Module) -> None:
 def unwrap(module: nn.Module, slots: SlotRows) -> None:
     """Give `module` back as it was before it had these rank rows: class, storage of its own, no attribute left."""
     require_unwrappable(module)
-    if slots.kind == ENCLOSED:
-        disclose(module)
-    elif slots.role == "lora":
+    if slots.role == "lora":
         augmented.unlay(module, module.__dict__["_lora"])
     _remix(module, without=slots)
     del module.__dict__[slots.attribute]

@@ -1,4 +1,4 @@
-"""Linears and embeddings of which each process has a part.
+"""Linears and embeddings of which each process has a part, and whose part is not a linear of its own (see local.py).
 
 The deltas of a linear are added inside the parallel forward of its instance. There x and W are this process's part, and
 so are A and B, see parallel.py: what comes after, a gather or a sum over the processes, makes the deltas whole together
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..routing import RoutingError
+from ..cuts import is_distributed
 from .base import AdaptedLayer
 from .linear import add_own, expand, shrink
+from .local import require_local
 from .rows import BASE_ONLY, ONE
-from .sharded_forward import ENCLOSED
 from .slots import ModuleSlots
 
 
-class LoraSharded(AdaptedLayer, kind=ENCLOSED):
+class LoraSharded(AdaptedLayer, kind="sharded linear"):
     """Adds `B (A x)` of each row's adapter, of this process's parts, to what its part of W gives."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,11 +30,8 @@ class LoraSharded(AdaptedLayer, kind=ENCLOSED):
         y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if path == BASE_ONLY:
             return y
-        if type(x) is not Tensor or type(y) is not Tensor:
-            raise RoutingError(
-                f"{slots.name}: a sharded base must be called under torch.no_grad() where rows have adapters, its "
-                f"parts are no local tensors otherwise, got {type(x).__name__}; call the model itself, which sees to it"
-            )
+        if is_distributed(x) or is_distributed(y):
+            require_local(slots)
         if slots.shard.group is None:
             return add_own(y, x, slots, path, y.is_contiguous())
         return _add_summed(y, x, slots, path)

@@ -37,6 +37,8 @@ def main(scenario: str, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     found = SCENARIOS[scenario](folder, rank)
     (folder / f"{rank}.json").write_text(json.dumps(found))
+    if scenario not in ("ended", "late"):
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""The part of a sharded linear that a process has, as a linear of its own.
+
+Inside the parallel forward of its instance a sharded linear is an ordinary one: x, W and y are this process's part.
+That linear is made here, with the DTensor's own memory for its weight, and adapted as any other, so that those of one
+input are laid in one buffer. Nothing but the instance's forward is changed of the module that the base holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cuts import is_distributed
+from ..parallel import installed
+from ..routing import RoutingError
+from .base import AdaptedLayer, slots_of
+
+LOCAL, OUTER = "_multilora_local", "_multilora_outer"  # attributes of the module: its part, and the forward that it had
+
+
+def local_of(module: Any) -> nn.Linear | None:
+    """This process's part of a linear, with the memory of the DTensors; None where it is computed in another way."""
+    weight = module._parameters.get("weight")
+    if type(module).forward is not nn.Linear.forward or weight is None or not is_distributed(weight):
+        return None
+    if not weight.is_floating_point() or type(weight._local_tensor) is not Tensor:
+        return None
+    out, inner = weight._local_tensor.shape
+    bias = module._parameters.get("bias")
+    # of a row-parallel linear the bias comes after the sum
+    here = bias is not None and is_distributed(bias) and not all(p.is_replicate() for p in bias.placements)
+    local = nn.Linear(inner, out, bias=here, device="meta", dtype=weight.dtype)
+    follow(module, local)
+    return local.eval()
+
+
+def follow(module: nn.Module, local: nn.Module) -> None:
+    """Let the part have the memory that the module's DTensors have."""
+    for name, own in local._parameters.items():
+        whole: Any = module._parameters[name]
+        if own is not None and (own.is_meta or own.data_ptr() != whole._local_tensor.data_ptr()):
+            with torch.inference_mode(False):
+                setattr(local, name, nn.Parameter(whole._local_tensor, requires_grad=False))
+
+
+def lead(module: nn.Module, local: nn.Module) -> None:
+    """Let the module's DTensors have the memory where the part was laid."""
+    for name, own in local._parameters.items():
+        whole: Any = module._parameters[name]
+        if own is not None and whole._local_tensor.data_ptr() != own.data_ptr():
+            whole._local_tensor = own.data
+
+
+def enclose(module: nn.Module, local: nn.Module | None) -> None:
+    """Install the parallel forward anew, so that it calls the part; None: what the module's class became."""
+    own = installed(module)
+    assert own is not None
+    module.__dict__[OUTER] = module.__dict__.pop("forward")
+    if local is not None:
+        module.__dict__[LOCAL] = local
+        module.__dict__["forward"] = _inside(module, local)
+    own.style.install_forward(module, own.mesh)
+
+
+def disclose(module: nn.Module) -> None:
+    """Give the module the parallel forward that it had."""
+    module.__dict__.pop(LOCAL, None)
+    if OUTER in module.__dict__:  # not so after an interrupt
+        module.__dict__["forward"] = module.__dict__.pop(OUTER)
+
+
+def _inside(module: Any, local: Any) -> Any:
+    def forward(x: Any) -> Any:
+        if not is_distributed(x):
+            return local(x)
+        require_local(local._lora)  # with gradients the base computes with DTensors
+        return nn.Linear.forward(module, x)
+
+    return forward
+
+
+def require_local(slots: Any) -> None:
+    """Raises RoutingError where rows of the call have adapters here, whose input is no local tensor."""
+    if slots.path():
+        raise RoutingError(
+            f"{slots.name}: a sharded base must be called under torch.no_grad() where rows have adapters, its parts "
+            f"are no local tensors otherwise; call the model itself, which sees to it"
+        )
+
+
+def require_unshared(module: nn.Module, name: str) -> None:
+    """Raises ValueError where another model has adapted the part of the module."""
+    local = module.__dict__.get(LOCAL)
+    if OUTER in module.__dict__ and isinstance(local or module, AdaptedLayer):
+        other = next(slots_of(local or module))
+        raise ValueError(
+            f"{name}: no other MultiLoRAModel may have adapted it, one that shares it has (as {other.name}); unpatch() "
+            f"that one first"
+        )
