@@ -213,7 +213,7 @@ class Sites:
         parents = {id(parent): parent for parent, _ in self.parents.values()}
         for name, (_, slots) in self.sites.items():
             parent, own = self.parents[name]
-            if type(slots) is ModuleSlots and slots.kind == "linear" and name not in self.outers:
+            if type(slots) is ModuleSlots and slots.kind == "linear":
                 lora.setdefault(id(parent), set()).add(own)
         for key, parent in parents.items():
             gated.unfollow(parent)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..gates import Gate, activation_of
 from ..routing import Routing
 from .base import state_of
+from .local import part_of
 from .plain import plain_call
 from .slots import ModuleSlots
 from .together import Product
@@ -66,7 +67,11 @@ def product(module: nn.Module, names: dict[str, str], x: Tensor) -> Tensor | Non
     """act(gate(x)) * up(x) [..., n] of x [..., K]; None where the children must be called for it."""
     modules, own = module._modules, module.__dict__
     gate_name, up_name, act_name, down_name = names.values()
-    gate, up, act = modules.get(gate_name), modules.get(up_name), own.get(act_name, modules.get(act_name))
+    gate, up, act = (
+        part_of(modules.get(gate_name)),
+        part_of(modules.get(up_name)),
+        own.get(act_name, modules.get(act_name)),
+    )
     if gate_name in own or up_name in own or down_name in own or modules.get(down_name) is None:
         return None
     if gate is None or up is None or not (_lora_alone(gate) and _lora_alone(up)):

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..cuts import is_distributed
-from ..parallel import installed
+from ..parallel import PART, WHOLE, installed
 from ..routing import RoutingError
 from .base import AdaptedLayer, slots_of
+from .plain import without_hooks
 
-LOCAL, OUTER = "_multilora_local", "_multilora_outer"  # attributes of the module: its part, and the forward that it had
+# Attributes of the module: its part, the forward that it had, and the part where a call of it is one of the module
+LOCAL, OUTER, ALIKE = "_multilora_local", "_multilora_outer", "_multilora_alike"
 
 
 def local_of(module: Any) -> nn.Linear | None:
@@ -61,14 +63,26 @@ def enclose(module: nn.Module, local: nn.Module | None) -> None:
     if local is not None:
         module.__dict__[LOCAL] = local
         module.__dict__["forward"] = _inside(module, local)
+        if (own.boundary.x, own.boundary.y) == (WHOLE, PART):
+            module.__dict__[ALIKE] = local
     own.style.install_forward(module, own.mesh)
 
 
 def disclose(module: nn.Module) -> None:
     """Give the module the parallel forward that it had."""
     module.__dict__.pop(LOCAL, None)
+    module.__dict__.pop(ALIKE, None)
     if OUTER in module.__dict__:  # not so after an interrupt
         module.__dict__["forward"] = module.__dict__.pop(OUTER)
+
+
+def part_of(module: nn.Module | None) -> nn.Module | None:
+    """What a linear computes here: the module itself, or the part of one that is sharded by its outputs, which neither
+    gathers nor sums. Hooks and gradients are the module's."""
+    part: nn.Module | None = None if module is None else module.__dict__.get(ALIKE)
+    if part is None or torch.is_grad_enabled() or not without_hooks(module):  # type: ignore[arg-type]
+        return module
+    return part
 
 
 def _inside(module: Any, local: Any) -> Any:

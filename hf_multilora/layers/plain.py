@@ -39,13 +39,17 @@ def _goes_with(bias: object, weight: nn.Parameter) -> bool:
 
 def plain_call(module: nn.Module) -> bool:
     """Whether calling the module is calling its class's forward: no hook and no instance forward is left out."""
+    return "forward" not in module.__dict__ and without_hooks(module)
+
+
+def without_hooks(module: nn.Module) -> bool:
+    """Whether calls of the module run no hook."""
     own = module.__dict__
     return not (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
-        or "forward" in own
         or any_global_hook()
     )
 

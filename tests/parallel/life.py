@@ -54,10 +54,42 @@ def of_mode(folder: Path, fully: bool) -> dict[str, Any]:
     for each in (model, one):
         each.load_adapter(str(folder / "saved-lm_head"), "h")
     check("a head saved in full", ["h", "c", None, "h"])
+    laid, buffers = laid_together(model), buffers_of(model)
+    errors["state dict"] = float(any(storage(value) in buffers for value in model.state_dict().values()))
     same = tokens(model, ["a", "c", None, "c"]) == tokens(one, ["a", "c", None, "c"])
     report = model.memory_report()
     bare = model.unpatch()
     with torch.no_grad():
         errors["unpatched"] = compare(logits(bare, None), logits(one, None))
+    errors["memory"] = float(any(storage(value) in buffers for value in bare.state_dict().values()))
     left = [name for name, module in bare.named_modules() if any("multilora" in key for key in module.__dict__)]
-    return {"errors": errors, "tokens": same, "left": left, "class": type(bare).__name__, "report": str(report)}
+    return {
+        "errors": errors,
+        "tokens": same,
+        "left": left,
+        "class": type(bare).__name__,
+        "report": str(report),
+        "laid": laid,
+    }
+
+
+def buffers_of(model: Any) -> dict[int, torch.Tensor]:
+    """By address; kept, so that nothing else gets it."""
+    held = [slots.buffer for _, slots in model._multilora.sites.values()]
+    return {storage(buffer): buffer for buffer in held if buffer is not None}
+
+
+def storage(value: torch.Tensor) -> int:
+    """Address of the memory that a parameter, or this process's part of it, lies in."""
+    return getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
+
+
+def laid_together(model: Any) -> int:
+    """Buffers in which the parts of several linears lie, their DTensors with them."""
+    found = set()
+    for name, outer in model._multilora.outers.items():
+        part, slots = model._multilora.sites[name]
+        if slots.merged is not None and len(slots.merged.members) > 1:
+            assert outer.weight._local_tensor.data_ptr() == part.weight.data_ptr()
+            found.add(id(slots.merged))
+    return len(found)
