@@ -88,3 +88,8 @@ def both_here(tensor: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     for dim, cut in cuts_of(own).items():
         tensor = cut.of(tensor, dim)
     return tensor, own.to_local()  # type: ignore[attr-defined]
+
+
+def here(parameter: Tensor) -> Tensor:
+    """What this process holds of a parameter."""
+    return parameter._local_tensor if is_distributed(parameter) else parameter  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import Any
 
 from .catalogue import Entry, check_name
 from .config import MultiLoRAConfig
+from .cuts import here
 from .formats import A_ONE, B_ONE, LORA, Adapter, AdapterError, ModuleShape, is_lora, site_name, split_half, split_site
 from .formats.keys import covers, listed
 from .loading import name_adapters, progress, require_no_arguments, require_patchable
@@ -92,7 +93,7 @@ def plan(
     if room is not None:
         most = len(ranks) if config.max_lora_rank is None else room  # of a byte each at least
         fits = bisect_right(range(1, most + 1), room, key=total)
-    base_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    base_bytes = sum(here(parameter).nbytes for parameter in model.parameters())
     return MemoryPlan(per_module, base_bytes, sizes, config.max_loras, room, fits)
 
 

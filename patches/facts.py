@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
 
-
 @dataclass(frozen=True)
 class Facts:
     """flat: modules that get their tokens flattened, row after row, [R * T, K].

@@ -67,7 +67,7 @@ EDGES: dict[str, set[str]] = {
     "renames": set(),
     "loading": {*BELOW_MODEL, "renames", "runtime", "model"},
     "skeleton": {*BELOW_MODEL, "runtime", "loading"},
-    "planning": {*BELOW_MODEL, "reader", "renames", "sites", "runtime", "plan", "model", "loading", "skeleton"},
+    "planning": {*BELOW_MODEL, "cuts", "reader", "renames", "sites", "runtime", "plan", "model", "loading", "skeleton"},
     "warmup": {*BELOW_MODEL, "sites", "runtime", "planning", "reports", "verify"},
     "__init__": {"config", "routing", "formats", "catalogue", "store", "collator", "model"},
 }

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_multilora import MultiLoRAModel
+
 from .answers import NAMES, compare, logits, tokens
 from .bases import load, make, make_saved
 
@@ -57,7 +59,9 @@ def of_mode(folder: Path, fully: bool) -> dict[str, Any]:
     laid, buffers = laid_together(model), buffers_of(model)
     errors["state dict"] = float(any(storage(value) in buffers for value in model.state_dict().values()))
     same = tokens(model, ["a", "c", None, "c"]) == tokens(one, ["a", "c", None, "c"])
-    report = model.memory_report()
+    report, plan = model.memory_report(), MultiLoRAModel.plan(model, {"a": str(folder / "a")}, max_loras=1)
+    own = sum(getattr(parameter, "_local_tensor", parameter).nbytes for parameter in model.parameters())
+    errors["plan"] = float(plan.base_bytes != own)
     bare = model.unpatch()
     with torch.no_grad():
         errors["unpatched"] = compare(logits(bare, None), logits(one, None))
