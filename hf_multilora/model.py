@@ -136,6 +136,11 @@ class MultiLoRAModel(AdapterVerbs):
     # -- nn.Module -------------------------------------------------------------------------------------------
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the base class: the mixed class has no import path of its own."""
+        if self._multilora.sharded:
+            raise NotImplementedError(
+                "a sharded base cannot be copied or pickled: the parallel forwards of a copy would call the original's "
+                "modules; load it again with from_pretrained"
+            )
         return rebuild_model, (type(self).__bases__[1],), state_of(self)
 
 

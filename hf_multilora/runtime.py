@@ -194,7 +194,8 @@ class Runtime(Residency):
         """Before embedding or head are replaced: refuse where an adapter trains them, else forget their empty sites."""
         model: Any = self.model
         found = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
-        for name in [name for name, (module, _) in self.sites.items() if any(module is m for m in found)]:
+        held = {name: self.outers.get(name, module) for name, (module, _) in self.sites.items()}
+        for name in [name for name, module in held.items() if any(module is m for m in found)]:
             users = [e.name for e in self.store.catalogue if name in e.ranks]
             if users:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -74,6 +75,8 @@ def run(folder: Path, rank: int) -> dict[str, Any]:
     full = CapacityError("out of memory, says this test")
     note("no device memory in one", in_one(rank, "fill", full, lambda: logits(model, ["c"] * 4)))
     note("prefetch", caught(lambda: model.prefetch(["c"])))
+    note("copied", caught(lambda: copy.deepcopy(model)))
+    note("resized", caught(lambda: model.resize_token_embeddings(70)))
     note("verify", caught(lambda: model.verify("a")))
     x = torch.zeros(4, 6, 32)
     with model.adapters(NAMES):

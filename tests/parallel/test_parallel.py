@@ -57,6 +57,8 @@ SAID = {
     "not adapted in one": ("OSError", "an odd machine"),
     "no device memory in one": ("CapacityError", "out of memory, says this test"),
     "prefetch": ("NotImplementedError", "base in one process"),
+    "copied": ("NotImplementedError", "load it again"),
+    "resized": ("ValueError", "which adapters"),
     "verify": ("NotImplementedError", "base in one process"),
     "with gradients": ("RoutingError", "no_grad"),
     "saved whole": ("NotImplementedError", "q_proj"),
