@@ -46,6 +46,7 @@ STYLES: Mapping[str, Boundary] = {
     "ep_router": Boundary(WHOLE, WHOLE, inner=False),  # up to Transformers 5.20
     "ep_dispatch_experts": Boundary(WHOLE, WHOLE),
 }
+OUTER = "_multilora_outer"  # attribute of a module whose part is adapted: the forward that it had
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
 
@@ -80,7 +81,7 @@ class Installed(NamedTuple):
 
 def installed(module: nn.Module) -> Installed | None:
     """The style under which Transformers installed the forward of this instance, if it did."""
-    own: Any = module.__dict__.get("forward")
+    own: Any = module.__dict__.get(OUTER, module.__dict__.get("forward"))
     code = getattr(own, "__code__", None)
     if code is None or code.co_name not in ("tp_forward", "ep_forward"):
         return None

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..cuts import is_distributed
-from ..parallel import PART, WHOLE, installed
+from ..parallel import OUTER, PART, WHOLE, Installed, installed
 from ..routing import RoutingError
 from .base import AdaptedLayer, slots_of
 from .plain import without_hooks
 
-# Attributes of the module: its part, the forward that it had, and the part where a call of it is one of the module
-LOCAL, OUTER, ALIKE = "_multilora_local", "_multilora_outer", "_multilora_alike"
+# Attributes of the module: its part, and the same where a call of it is one of the module
+LOCAL, ALIKE = "_multilora_local", "_multilora_alike"
 
 
 def local_of(module: Any) -> nn.Linear | None:
@@ -62,10 +62,12 @@ def enclose(module: nn.Module, local: nn.Module | None) -> None:
     module.__dict__[OUTER] = module.__dict__.pop("forward")
     if local is not None:
         module.__dict__[LOCAL] = local
-        module.__dict__["forward"] = _inside(module, local)
+        module.__dict__["forward"] = _with_gradients(module, local)
         if (own.boundary.x, own.boundary.y) == (WHOLE, PART):
             module.__dict__[ALIKE] = local
     own.style.install_forward(module, own.mesh)
+    if local is not None:
+        module.__dict__["forward"] = _around(module, local, own, module.__dict__["forward"])
 
 
 def disclose(module: nn.Module) -> None:
@@ -85,11 +87,25 @@ def part_of(module: nn.Module | None) -> nn.Module | None:
     return part
 
 
-def _inside(module: Any, local: Any) -> Any:
+def _around(module: nn.Module, local: nn.Module, own: Installed, with_gradients: Any) -> Any:
+    """The parallel forward, whose module has local parameters already: a call, and what is traced of it, meets none of
+    its DTensors."""
+    before, after, mesh = own.style.transform_inputs_pre_forward, own.style.transform_output_post_forward, own.mesh
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return with_gradients(*args, **kwargs)
+        args, kwargs = before(module, args, kwargs, mesh)
+        return after(module, local(*args, **kwargs), mesh)
+
+    return forward
+
+
+def _with_gradients(module: Any, local: Any) -> Any:
+    """Inside the parallel forward, where the base computes with DTensors."""
+
     def forward(x: Any) -> Any:
-        if not is_distributed(x):
-            return local(x)
-        require_local(local._lora)  # with gradients the base computes with DTensors
+        require_local(local._lora)
         return nn.Linear.forward(module, x)
 
     return forward

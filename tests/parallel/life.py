@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from hf_multilora import MultiLoRAModel
 
-from .answers import NAMES, compare, logits, tokens
+from .answers import NAMES, compare, inputs, logits, tokens
 from .bases import load, make, make_saved
 
 
@@ -58,6 +59,13 @@ def of_mode(folder: Path, fully: bool) -> dict[str, Any]:
     check("a head saved in full", ["h", "c", None, "h"])
     laid, buffers = laid_together(model), buffers_of(model)
     errors["state dict"] = float(any(storage(value) in buffers for value in model.state_dict().values()))
+    compiled, graphs = torch.compile(model, backend="eager", fullgraph=True), counters["stats"]["unique_graphs"]
+    for names in (["a", "c", None, "d"], [None, "d", "a", "c"], [None] * 4):
+        with model.adapters(names), torch.no_grad():
+            errors[f"compiled {names}"] = compare(
+                compiled(**inputs(model)).logits, logits(one, ["c" if name == "d" else name for name in names])
+            )
+    graphs = counters["stats"]["unique_graphs"] - graphs
     same = tokens(model, ["a", "c", None, "c"]) == tokens(one, ["a", "c", None, "c"])
     report, plan = model.memory_report(), MultiLoRAModel.plan(model, {"a": str(folder / "a")}, max_loras=1)
     own = sum(getattr(parameter, "_local_tensor", parameter).nbytes for parameter in model.parameters())
@@ -74,6 +82,7 @@ def of_mode(folder: Path, fully: bool) -> dict[str, Any]:
         "class": type(bare).__name__,
         "report": str(report),
         "laid": laid,
+        "graphs": graphs,
     }
 
 
