@@ -6,6 +6,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 STAGES ?= all
 BENCH_ARGS ?=
+PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
@@ -17,7 +18,7 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 NOTEBOOK_INSTALLED := $(VENV)/.installed-notebook
 PATHS := hf_multilora kernels patches tests examples
 
-.PHONY: venv demo test check notebooks bench bench-rerankers bench-gpu clean
+.PHONY: venv demo test check notebooks bench bench-rerankers bench-gpu bench-parallel clean
 
 venv: $(INSTALLED)
 
@@ -65,6 +66,10 @@ bench-rerankers: $(NOTEBOOK_INSTALLED)
 # Needs a CUDA device. make bench-gpu STAGES=decode,prefill BENCH_ARGS="--cells 8,8 8x256,8"
 bench-gpu: $(INSTALLED)
 	$(BIN)/python -m tests.benchmarks.speed --stages $(STAGES) $(BENCH_ARGS)
+
+# A GPU for each process. make bench-parallel PROCESSES=1 first: with one, the base is whole.
+bench-parallel: $(INSTALLED)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) -m tests.benchmarks.parallel $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache *.egg-info
