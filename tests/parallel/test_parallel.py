@@ -51,6 +51,12 @@ def test_adapters_come_and_go(tmp_path: Path) -> None:
             assert own["tokens"] and own["left"] == [] and own["class"] == "LlamaForCausalLM"
 
 
+def test_weights_that_change(tmp_path: Path) -> None:
+    for each in torchrun("changes", tmp_path):
+        assert len(each["errors"]) == 6 and max(each["errors"].values()) < CLOSE, each["errors"]
+        assert each["saved"] and each["moved"] > APART
+
+
 SAID = {
     "missing in one": ("FileNotFoundError|AdapterError|OSError", "nowhere"),
     "another in one": ("ValueError", "all 2 processes must load the same"),

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 
-from . import life, refusals
+from . import changes, life, refusals
 from .answers import dense, mixtures
 
 SCENARIOS: dict[str, Callable[[Path, int], Any]] = {
     "dense": dense,
     "mixtures": mixtures,
     "life": life.run,
+    "changes": changes.run,
     "refusals": refusals.run,
     "ended": refusals.ended,
     "late": refusals.late,
