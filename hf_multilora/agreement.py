@@ -7,6 +7,8 @@ so each load ends with one small sum over a gloo group of their own, whatever th
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import pickle
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -24,9 +26,7 @@ class Agreement:
 
     def __init__(self, ranks: Iterable[int], timeout: timedelta | None = None) -> None:
         self.ranks = sorted(ranks)
-        self.group = distributed.new_group(
-            self.ranks, timeout=timeout or TIMEOUT, backend="gloo", use_local_synchronization=True
-        )
+        self.group = _group(distributed.group.WORLD, tuple(self.ranks), timeout or TIMEOUT)
 
     @property
     def first(self) -> bool:
@@ -39,17 +39,19 @@ class Agreement:
         key: a number below 2 ** 62 that must be the same everywhere. Raises the process's own error, else that of
         the first that had one, ValueError where keys differ, RuntimeError where a process does not answer.
         """
-        result, error, own = None, None, 0
+        result: Any = None
+        error: BaseException | None = None
+        own = 0
         try:
             result = run()
             own = key(result)
-        except Exception as raised:
+        except BaseException as raised:  # of an interrupt the others must hear as well
             error = raised
         answer = torch.tensor([int(error is not None), own, -own])
         self._exchange(what, lambda: distributed.all_reduce(answer, distributed.ReduceOp.MAX, group=self.group))
         failed, most, least = answer.tolist()
         if not failed and most == -least:
-            return result  # type: ignore[return-value]
+            return result
         each: list[Any] = [None] * len(self.ranks)
         said = (what, own, _sendable(error))
         self._exchange(what, lambda: distributed.all_gather_object(each, said, group=self.group))
@@ -61,14 +63,19 @@ class Agreement:
         kinds = {number: f"{text} (process {rank})" for rank, (text, number, _) in zip(self.ranks, each, strict=True)}
         raise ValueError(
             f"all {len(self.ranks)} processes must load the same, got different contents from "
-            f"{', '.join(list(kinds.values())[:4])}; give all of them the same folder"
+            f"{', '.join(list(kinds.values())[:4])}; make the same calls in each, and give all of them the same folder "
+            f"(a file whose copy of a sharded weight of the base differs from it in a part of its rows is not served)"
         )
 
-    def least(self, number: int) -> int:
-        """The least of all processes' numbers."""
+    def most(self, number: int) -> int:
+        """The largest of all processes' numbers."""
         answer = torch.tensor([number])
-        self._exchange("the start", lambda: distributed.all_reduce(answer, distributed.ReduceOp.MIN, group=self.group))
+        self._exchange("a count", lambda: distributed.all_reduce(answer, distributed.ReduceOp.MAX, group=self.group))
         return int(answer)
+
+    def least(self, number: int) -> int:
+        """The least of them."""
+        return -self.most(-number)
 
     def _exchange(self, what: str, call: Callable[[], Any]) -> None:
         try:
@@ -80,10 +87,21 @@ class Agreement:
             ) from error
 
 
-def _sendable(error: Exception | None) -> Exception | None:
+def number_of(text: str) -> int:
+    """A number for a text, below 2 ** 60."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+
+
+def _sendable(error: BaseException | None) -> Exception | None:
     try:
-        if error is not None:
+        if isinstance(error, Exception):
             pickle.loads(pickle.dumps(error))
     except Exception:  # of classes that want other arguments than they keep
         return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    return error if error is None or isinstance(error, Exception) else RuntimeError(f"it got a {type(error).__name__}")
+
+
+@functools.cache
+def _group(world: Any, ranks: tuple[int, ...], timeout: timedelta) -> Any:
+    """One for all models of these processes: a group holds sockets and threads, and goes with `world`."""
+    return distributed.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)

@@ -40,7 +40,8 @@ def forward(
             )
         runtime.routing.trace.enter()
         return run(*args, **kwargs)
-    if runtime.sharded and torch.is_grad_enabled():  # its parts are local tensors only without gradients
+    routed = names is not None or ids is not None or runtime.routing.active
+    if runtime.sharded and routed and torch.is_grad_enabled():  # its parts are local tensors only without gradients
         with torch.no_grad():
             return forward(model, run, args, kwargs, names, ids)
     if getattr(model, "_is_replica", False):

@@ -70,6 +70,7 @@ class HostAdapter:
     factors: dict[str, tuple[Tensor, Tensor]] = field(init=False, repr=False)
     key: int = field(init=False, repr=False)
     readers: dict[torch.device, Any] = field(default_factory=dict, init=False, repr=False)
+    agreed: tuple[int, int] = (0, 0)  # of a sharded base: bytes for the limit of host memory, a number for its files
     _unpin: Any = field(default=None, init=False, repr=False)  # weakref.finalize
 
     def __post_init__(self) -> None:

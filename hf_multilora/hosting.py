@@ -95,8 +95,9 @@ class HostTier:
         host = self._pack(name, adapter)
         ranks = {module: a.shape[0] for module, (a, _) in host.factors.items()}
         return Entry(
-            name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks, host.nbytes, adapter.config,
-            reader, host, labels=adapter.labels, max_rank=adapter.max_rank,
+            name, adapter_id, adapter.digest, adapter.source, adapter.base_model, ranks,
+            host.agreed[0] or host.nbytes, adapter.config, reader, host, labels=adapter.labels,
+            max_rank=adapter.max_rank,
         )  # fmt: skip
 
     def _pack(self, name: str, adapter: Adapter) -> HostAdapter:
@@ -113,7 +114,7 @@ class HostTier:
         """The adapter's host copy, read again from disk where it was dropped; then others go until the limit holds."""
         if entry.host is None:
             entry.host = self.reads.take(entry) or self.read(entry)
-            entry.nbytes = entry.host.nbytes  # the base's dtype may have changed since
+            entry.nbytes = entry.host.agreed[0] or entry.host.nbytes  # the base's dtype may have changed since
         self.hosted[entry.id] = entry.nbytes
         self.hosted.move_to_end(entry.id)
         self._trim(keep=entry)

@@ -194,6 +194,8 @@ class Shard:
             rows = Cut(edges[-1], tuple((edges[low], edges[high]) for low, high in self.experts.ranges))
             a, b = rows.of(a, 0), rows.of(b, 1)
             parts = tuple(own for low, high in self.experts.ranges for own in parts[low:high])
+            if not sum(parts):  # only experts of other processes are trained: a row of zeros stands for none
+                a, b, parts = a.new_zeros(1, a.shape[1]), b.new_zeros(b.shape[0], 1), (1, *parts[1:])
         if self.a is not None and a.shape[1]:
             a = self.a.of(a, 1)
         if self.b is not None and b.shape[0]:

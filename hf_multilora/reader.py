@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from .agreement import number_of
 from .formats import Adapter, read_adapter
 
 
@@ -34,5 +34,4 @@ class Reader:
 
 def fingerprint(adapter: Adapter) -> int:
     """Of what was read, and for which sites: below 2 ** 60."""
-    text = "\n".join([adapter.digest, *sorted(adapter.factors)])
-    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+    return number_of("\n".join([adapter.digest, *sorted(adapter.factors)]))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from .agreement import number_of
 from .census import kernelized
 from .config import MultiLoRAConfig
 from .filling import Filling
@@ -82,14 +83,17 @@ class Residency(Filling):
         self._watched: Watched | None = None
 
     def pack(self, adapter: Adapter) -> HostAdapter:
-        """See Filling.pack; in all processes or in none."""
+        """See Filling.pack; in all processes or in none, and of one size for the limit of host memory."""
         pack = super().pack
-        return self.agree(f"the host copy of {adapter.source}", lambda: pack(adapter))
+        host = self.agree(f"the host copy of {adapter.source}", lambda: pack(adapter))
+        if self.agreement is not None:
+            host.agreed = self.agreement.most(host.nbytes), number_of(adapter.digest)
+        return host
 
     def fill(self, slot: int, host: HostAdapter) -> None:
         """See Filling.fill; in all processes or in none."""
         fill = super().fill
-        self.agree(f"the load to slot {slot}", lambda: fill(slot, host))
+        self.agree(f"the load to slot {slot}", lambda: fill(slot, host), lambda _: host.agreed[1])
 
     def _host_budget(self) -> int:
         """That of the process with the least: all must drop the same host copies."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import number_of
 from .catalogue import Limits, check_name
 from .config import MultiLoRAConfig
 from .entry import parameter_names
@@ -73,7 +74,8 @@ class Runtime(Residency):
         with self.store.lock:
             before = set(self.sites)
             try:
-                self.agree(f"adapter {name!r}", lambda: self.adapt(list(self.first_sites(adapter.factors).values())))
+                sites = list(self.first_sites(adapter.factors).values())
+                self.agree(f"adapter {name!r}", lambda: self.adapt(sites), lambda _: number_of(name))
                 if replace:
                     self.store.replace(name, adapter, reader)
                 else:

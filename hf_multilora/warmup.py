@@ -46,7 +46,10 @@ def warmup(
             mix = [names[i % len(names)] for i in range(count)]
             for length in sorted(tokens):
                 began = time.perf_counter()
-                if began - start >= max_seconds or (inputs is None and length > longest):
+                late = began - start >= max_seconds
+                if runtime.agreement is not None:  # all processes must make the same calls
+                    late = bool(runtime.agreement.most(late))
+                if late or (inputs is None and length > longest):
                     skipped.append((count, length))
                     continue
                 batch = random_ids(model, count, length) if inputs is None else _repeat(inputs, count)

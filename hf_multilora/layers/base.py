@@ -29,7 +29,7 @@ class AdaptedLayer:
     """Mixed in front of a module's class; its rank rows are `self._lora`, `self._saved`, `self._tokens`, ...
 
     The rows' own part is added in `__call__`, around whatever the class, an instance `forward` (accelerate, tensor
-    parallelism) or hooks do: hooks of users see the base output.
+    parallelism) or hooks do: hooks of users see the base output (of a sharded linear, with the rows' part).
     """
 
     _lora: ModuleSlots

@@ -30,6 +30,8 @@ def local_of(module: Any) -> nn.Linear | None:
     if not weight.is_floating_point() or type(weight._local_tensor) is not Tensor:
         return None
     out, inner = weight._local_tensor.shape
+    if not out or not inner:  # more processes than there are rows or columns
+        return None
     bias = module._parameters.get("bias")
     # of a row-parallel linear the bias comes after the sum
     here = bias is not None and is_distributed(bias) and not all(p.is_replicate() for p in bias.placements)

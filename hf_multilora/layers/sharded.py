@@ -32,6 +32,8 @@ class LoraSharded(AdaptedLayer, kind="sharded linear"):
             return y
         if is_distributed(x) or is_distributed(y):
             require_local(slots)
+        if slots.shard.group is None and not (x.numel() and y.numel()):
+            return y
         if slots.shard.group is None:
             return add_own(y, x, slots, path, y.is_contiguous())
         return _add_summed(y, x, slots, path)
@@ -42,12 +44,14 @@ def _add_summed(y: Tensor, x: Tensor, slots: ModuleSlots, path: int) -> Tensor:
     shard, layout = slots.shard, slots.layout
     assert layout is not None
     if path == ONE:
-        rows, tables = x.reshape(1, -1, x.shape[-1]), slots.tables(slots.routing.uniform)
+        rows, tables = x.flatten(0, -2)[None], slots.tables(slots.routing.uniform)
     else:
         rows = slots.routing.align(x, layout.closed.shape[0], slots.name, flat=slots.flat)
         tables = slots.tables()
     h = shrink(shard.input(rows).to(slots.a.dtype), slots, tables, slots.bound())
     h = shard.sum(h.sum(0, keepdim=True))
+    if not slots.out_features or not y.numel():
+        return y
     out, first = y.reshape(*rows.shape[:2], y.shape[-1]), shard.first or 0
     mine = slice(first, first + slots.out_features)
     if slots.out_features == y.shape[-1]:
