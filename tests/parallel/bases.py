@@ -72,6 +72,20 @@ BASES: dict[str, Base] = {
     ),
     "mixtral": Base(mixtral),
     "mixtral, whole experts": Base(mixtral, more=experts(), fully=False),
+    "qwen3_moe, whole experts": Base(
+        lambda: tf.Qwen3MoeConfig(
+            vocab_size=64,
+            intermediate_size=44,
+            moe_intermediate_size=24,
+            num_experts=4,
+            num_experts_per_tok=2,
+            head_dim=8,
+            initializer_range=0.2,
+            **SMALL,
+        ),
+        more=experts(),
+        fully=False,
+    ),
     "gpt_oss": Base(gpt_oss),
     "gpt_oss, whole experts": Base(gpt_oss, more=experts(), fully=False),
 }

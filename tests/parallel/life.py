@@ -68,6 +68,7 @@ def of_mode(folder: Path, fully: bool) -> dict[str, Any]:
     report, plan = model.memory_report(), MultiLoRAModel.plan(model, {"a": str(folder / "a")}, max_loras=1)
     own = sum(getattr(parameter, "_local_tensor", parameter).nbytes for parameter in model.parameters())
     errors["plan"] = float(plan.base_bytes != own)
+    model_entries = list(model._multilora.store.catalogue)
     bare = model.unpatch()
     with torch.no_grad():
         errors["unpatched"] = compare(logits(bare, None), logits(one, None))
@@ -80,6 +81,7 @@ def of_mode(folder: Path, fully: bool) -> dict[str, Any]:
         "class": type(bare).__name__,
         "report": str(report),
         "laid": laid,
+        "sizes": [entry.nbytes for entry in model_entries],
         "graphs": graphs,
     }
 

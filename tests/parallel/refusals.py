@@ -74,6 +74,8 @@ def run(folder: Path, rank: int) -> dict[str, Any]:
     model.load_adapter(str(folder / "c"), "c")
     full = CapacityError("out of memory, says this test")
     note("no device memory in one", in_one(rank, "fill", full, lambda: logits(model, ["c"] * 4)))
+    other = load("llama", folder, adapters="ab", max_loras=1)
+    note("out of step", caught(lambda: logits(other, ["ab"[rank]] * 4)))
     note("prefetch", caught(lambda: model.prefetch(["c"])))
     note("copied", caught(lambda: copy.deepcopy(model)))
     note("resized", caught(lambda: model.resize_token_embeddings(70)))

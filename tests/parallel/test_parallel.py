@@ -41,8 +41,17 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
     check(found)
 
 
+def test_an_adapter_of_one_process_experts(tmp_path: Path) -> None:
+    """The other has experts that it does not train."""
+    for each in torchrun("one expert", tmp_path):
+        assert max(each["errors"].values()) < CLOSE, each
+        assert each["moved"] > APART and each["sharded"]
+
+
 def test_adapters_come_and_go(tmp_path: Path) -> None:
-    for rank, each in enumerate(torchrun("life", tmp_path)):
+    found = torchrun("life", tmp_path)
+    assert all(found[0][mode]["sizes"] == found[1][mode]["sizes"] for mode in found[0]), "all drop the same host copies"
+    for rank, each in enumerate(found):
         for mode, own in each.items():
             assert len(own["errors"]) == 17
             assert max(own["errors"].values()) < CLOSE, (rank, mode, own["errors"])
@@ -63,6 +72,7 @@ SAID = {
     "no host memory in one": ("MemoryError", "none left"),
     "not adapted in one": ("OSError", "an odd machine"),
     "no device memory in one": ("CapacityError", "out of memory, says this test"),
+    "out of step": ("ValueError", "make the same calls in each"),
     "prefetch": ("NotImplementedError", "base in one process"),
     "copied": ("NotImplementedError", "load it again"),
     "resized": ("ValueError", "which adapters"),

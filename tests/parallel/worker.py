@@ -17,11 +17,12 @@ import torch.distributed as dist
 import transformers as tf
 
 from . import changes, life, refusals
-from .answers import dense, mixtures
+from .answers import dense, mixtures, one_expert
 
 SCENARIOS: dict[str, Callable[[Path, int], Any]] = {
     "dense": dense,
     "mixtures": mixtures,
+    "one expert": one_expert,
     "life": life.run,
     "changes": changes.run,
     "refusals": refusals.run,
