@@ -24,9 +24,9 @@ TIMEOUT = timedelta(minutes=10)  # for the slowest process to come to the end of
 class Agreement:
     """Among the processes with these global numbers; every one of them must make it."""
 
-    def __init__(self, ranks: Iterable[int], timeout: timedelta | None = None) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
-        self.group = _group(distributed.group.WORLD, tuple(self.ranks), timeout or TIMEOUT)
+        self.group = _group(distributed.group.WORLD, tuple(self.ranks), TIMEOUT)
 
     @property
     def first(self) -> bool:

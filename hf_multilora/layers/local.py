@@ -41,7 +41,7 @@ def local_of(module: Any) -> nn.Linear | None:
 
 
 def follow(module: nn.Module, local: nn.Module) -> None:
-    """Let the part have the memory that the module's DTensors have."""
+    """Let the part have the memory that the module's DTensors have: at each call, as nothing else tells of another."""
     for name, own in local._parameters.items():
         whole: Any = module._parameters[name]
         if own is not None and (own.is_meta or own.data_ptr() != whole._local_tensor.data_ptr()):
@@ -86,6 +86,8 @@ def part_of(module: nn.Module | None) -> nn.Module | None:
     part: nn.Module | None = None if module is None else module.__dict__.get(ALIKE)
     if part is None or torch.is_grad_enabled() or not without_hooks(module):  # type: ignore[arg-type]
         return module
+    if not torch.compiler.is_compiling():
+        follow(module, part)  # type: ignore[arg-type]
     return part
 
 
@@ -97,6 +99,10 @@ def _around(module: nn.Module, local: nn.Module, own: Installed, with_gradients:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return with_gradients(*args, **kwargs)
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a state dict may have been assigned, and calls of the base open no request
+            follow(module, local)
         args, kwargs = before(module, args, kwargs, mesh)
         return after(module, local(*args, **kwargs), mesh)
 

@@ -34,6 +34,7 @@ def run(folder: Path, rank: int) -> dict[str, Any]:
         for tensor in (*state.values(), *one.parameters()):
             tensor.mul_(factor)
         model.load_state_dict(state, assign=assign)
+        errors[f"the base, assign={assign}"] = compare(logits(model, None), logits(one, None))  # before any request
         check(f"another state dict, assign={assign}")
     for each in (model, one):
         each.double()
